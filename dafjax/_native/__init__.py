@@ -1,0 +1,16 @@
+"""Custom calls as JAX primitives: packing, unpacking, and ties."""
+
+from dafjax._native._affine import (
+    pack_affine as pack_affine,
+    unpack_affine as unpack_affine,
+)
+from dafjax._native._bitmask import (
+    pack_bitmask as pack_bitmask,
+    unpack_bitmask as unpack_bitmask,
+)
+from dafjax._native._library import (
+    LibraryError as LibraryError,
+    LibraryStatus as LibraryStatus,
+    library_status as library_status,
+)
+from dafjax._native._tie import tie as tie

@@ -1,0 +1,215 @@
+"""Primitives that encode rows as affine codes and decode them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching
+
+from dafjax._native import _reference
+from dafjax._native._layout import BITS, BLOCK_SIZES, num_blocks, num_words
+from dafjax._native._primitive import (
+    batch_size,
+    can_pass_through,
+    make_primitive,
+    refuse_derivatives,
+    to_front,
+)
+from dafjax._typing import Array, Static
+
+
+DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def pack_affine(
+    x: Array, seed: Array, *, bits: int, block_size: int, stochastic: bool
+) -> tuple[Array, Array, Array]:
+    """Encodes each row of an array as affine codes: `xla_ffi/README.md`, section 2.
+
+    Args:
+        x: float32, bfloat16 or float16 `[*batch, n]`.
+        seed: uint32 scalar; not read if `stochastic` is false.
+        bits: Bits of a code: 1, 2, 3, 4 or 8.
+        block_size: Elements that share a scale: 64, 128, 256, 512 or 1024.
+        stochastic: Whether codes are rounded at random, without bias, or to nearest.
+
+    Returns:
+        Codes, uint16 `[*batch, ceil(n / 512) * 32 * bits]`, and scale and minimum,
+        bfloat16 `[*batch, ceil(n / block_size)]`.
+
+    Raises:
+        TypeError: `x` or `seed` has another dtype.
+        ValueError: `x` is a scalar, `seed` is none, or a parameter is not in its set.
+    """
+    codes, scale, minimum = pack_affine_p.bind(
+        x, seed, bits=bits, block_size=block_size, stochastic=stochastic
+    )
+    return codes, scale, minimum
+
+
+def unpack_affine(
+    codes: Array,
+    scale: Array,
+    minimum: Array,
+    *after: Array,
+    size: int,
+    dtype: np.dtype,
+    bits: int,
+    block_size: int,
+) -> Array:
+    """Decodes rows: `value = minimum + code * |scale|`, rounded to `dtype`.
+
+    Args:
+        codes: uint16 `[*batch, ceil(size / 512) * 32 * bits]`.
+        scale: bfloat16 `[*batch, ceil(size / block_size)]`.
+        minimum: As `scale`.
+        *after: Arrays of any shape that are computed first. They are not read.
+        size: Elements of a row.
+        dtype: float32, bfloat16 or float16.
+        bits: As they were encoded with.
+        block_size: As it was encoded with.
+
+    Returns:
+        An array `[*batch, size]` of `dtype`.
+
+    Raises:
+        TypeError: An operand or `dtype` is not of the dtypes above.
+        ValueError: The shapes do not belong to `size`, `bits` and `block_size`.
+    """
+    return unpack_affine_p.bind(
+        codes,
+        scale,
+        minimum,
+        *filter(can_pass_through, after),
+        size=size,
+        dtype=jnp.dtype(dtype),
+        bits=bits,
+        block_size=block_size,
+    )
+
+
+def _pack_abstract_eval(
+    x: Any, seed: Any, *, bits: int, block_size: int, stochastic: bool
+) -> tuple[Any, Any, Any]:
+    _check_parameters("pack_affine", bits, block_size)
+    _check_dtype("pack_affine", "x", x.dtype, DTYPES)
+    _check_dtype("pack_affine", "seed", seed.dtype, (jnp.dtype(jnp.uint32),))
+    if x.ndim < 1:
+        raise ValueError("pack_affine: `x` must have rows, but it is a scalar.")
+    if seed.shape != ():
+        raise ValueError(f"pack_affine: `seed` must be a scalar, not {seed.shape}.")
+    *batch, size = x.shape
+    words = (*batch, num_words(size, bits))
+    blocks = (*batch, num_blocks(size, block_size))
+    return (
+        x.update(shape=words, dtype=jnp.dtype(jnp.uint16), weak_type=False),
+        x.update(shape=blocks, dtype=jnp.dtype(jnp.bfloat16), weak_type=False),
+        x.update(shape=blocks, dtype=jnp.dtype(jnp.bfloat16), weak_type=False),
+    )
+
+
+def _unpack_abstract_eval(
+    codes: Any,
+    scale: Any,
+    minimum: Any,
+    *after: Any,
+    size: int,
+    dtype: np.dtype,
+    bits: int,
+    block_size: int,
+) -> Any:
+    _check_parameters("unpack_affine", bits, block_size)
+    _check_dtype("unpack_affine", "dtype", dtype, DTYPES)
+    _check_dtype("unpack_affine", "codes", codes.dtype, (jnp.dtype(jnp.uint16),))
+    _check_dtype("unpack_affine", "scale", scale.dtype, (jnp.dtype(jnp.bfloat16),))
+    _check_dtype("unpack_affine", "minimum", minimum.dtype, (jnp.dtype(jnp.bfloat16),))
+    batch = codes.shape[:-1]
+    expected = {
+        "codes": (codes, (*batch, num_words(size, bits))),
+        "scale": (scale, (*batch, num_blocks(size, block_size))),
+        "minimum": (minimum, (*batch, num_blocks(size, block_size))),
+    }
+    for name, (aval, shape) in expected.items():
+        if aval.shape != shape:
+            raise ValueError(
+                f"unpack_affine: `{name}` must have shape {shape} for size={size}, "
+                f"bits={bits} and block_size={block_size}, but has {aval.shape}."
+            )
+    return codes.update(shape=(*batch, size), dtype=dtype, weak_type=False)
+
+
+def _check_parameters(function: str, bits: int, block_size: int) -> None:
+    if bits not in BITS:
+        raise ValueError(f"{function}: `bits` must be one of {BITS}, not {bits}.")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"{function}: `block_size` must be one of {BLOCK_SIZES}, not {block_size}."
+        )
+
+
+def _check_dtype(
+    function: str, name: str, dtype: np.dtype, valid: Sequence[np.dtype]
+) -> None:
+    if dtype not in valid:
+        names = " or ".join(d.name for d in valid)
+        raise TypeError(f"{function}: `{name}` must be {names}, not {dtype.name}.")
+
+
+def _pack_attributes(*, bits: int, block_size: int, stochastic: bool) -> dict[str, Any]:
+    return {
+        "bits": np.int64(bits),
+        "block_size": np.int64(block_size),
+        "stochastic": np.bool_(stochastic),
+    }
+
+
+def _unpack_attributes(*, bits: int, block_size: int, **_: Static) -> dict[str, Any]:
+    return {"bits": np.int64(bits), "block_size": np.int64(block_size)}
+
+
+def _batch_pack(
+    operands: Sequence[Array], axes: Sequence[int | None], **params: Any
+) -> tuple[Sequence[Array], Sequence[int]]:
+    x, seed = operands
+    x = to_front(x, axes[0], batch_size(operands, axes))
+    if axes[1] is None:
+        return pack_affine_p.bind(x, seed, **params), (0, 0, 0)
+    # The custom call takes one seed: rows with seeds of their own go one by one.
+    packed = lax.map(
+        lambda row: pack_affine_p.bind(*row, **params),
+        (x, jnp.moveaxis(seed, axes[1], 0)),
+    )
+    return packed, (0, 0, 0)
+
+
+def _batch_unpack(
+    operands: Sequence[Array], axes: Sequence[int | None], **params: Any
+) -> tuple[Array, int | None]:
+    if all(axis is None for axis in axes[:3]):
+        return unpack_affine_p.bind(*operands, **params), None
+    size = batch_size(operands[:3], axes[:3])
+    data = [to_front(x, a, size) for x, a in zip(operands[:3], axes[:3], strict=True)]
+    return unpack_affine_p.bind(*data, *operands[3:], **params), 0
+
+
+pack_affine_p: Primitive = make_primitive(
+    "dafjax_pack_affine",
+    abstract_eval=_pack_abstract_eval,
+    reference=_reference.pack_affine,
+    multiple_results=True,
+    attributes=_pack_attributes,
+)
+unpack_affine_p: Primitive = make_primitive(
+    "dafjax_unpack_affine",
+    abstract_eval=_unpack_abstract_eval,
+    reference=_reference.unpack_affine,
+    multiple_results=False,
+    attributes=_unpack_attributes,
+)
+batching.primitive_batchers[pack_affine_p] = _batch_pack
+batching.primitive_batchers[unpack_affine_p] = _batch_unpack
+refuse_derivatives(pack_affine_p, num_data=2)
+refuse_derivatives(unpack_affine_p, num_data=3)

@@ -1,0 +1,147 @@
+"""The compiled library of custom calls: found, checked and registered once."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import pathlib
+import re
+from types import ModuleType
+
+import jax
+
+
+_MODULE = "dafjax._native._cpu"
+_REBUILD = (
+    "Rebuild it against the installed jaxlib with "
+    "`pip install --no-build-isolation --force-reinstall --no-deps dafjax` "
+    "(in a source tree: `pip install --no-build-isolation -e .`)."
+)
+
+
+class LibraryError(ImportError):
+    """The compiled library is missing, does not load or does not fit jaxlib."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LibraryStatus:
+    """What is known of the compiled library; `python -m dafjax doctor` prints it.
+
+    Attributes:
+        path: The file, or None if there is none.
+        built_ffi_api: (major, minor) that the library was built against.
+        jaxlib_ffi_api: (major, minor) of the installed jaxlib.
+        instruction_sets: Instruction sets that this processor can run, best first.
+        instruction_set: The one that the custom calls use.
+        error: Why the library cannot be used, or None if it can.
+    """
+
+    path: str | None
+    built_ffi_api: tuple[int, int] | None
+    jaxlib_ffi_api: tuple[int, int] | None
+    instruction_sets: tuple[str, ...]
+    instruction_set: str | None
+    error: str | None
+
+
+@functools.cache
+def register() -> None:
+    """Registers the custom calls with XLA's CPU client, the first time it is called.
+
+    Raises:
+        LibraryError: The library is missing, does not load, or was built against newer
+            FFI headers than jaxlib's. Such a handler would stop the whole CPU backend.
+    """
+    library = load()
+    check_api_version(_built_api(library), jaxlib_ffi_api())
+    for name, handler in library.handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+
+
+def load() -> ModuleType:
+    """Imports the extension module.
+
+    Raises:
+        LibraryError: The module is missing or does not load.
+    """
+    if importlib.util.find_spec(_MODULE) is None:
+        raise LibraryError(
+            f"The compiled library `{_MODULE}` is missing, but dafjax needs it to run "
+            f"on a CPU. {_REBUILD}"
+        )
+    try:
+        return importlib.import_module(_MODULE)
+    except ImportError as error:
+        raise LibraryError(
+            f"The compiled library `{_MODULE}` does not load: {error}. {_REBUILD}"
+        ) from error
+
+
+def check_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
+    """Raises LibraryError if handlers built for `built` cannot run in `runtime`."""
+    if built > runtime:
+        raise LibraryError(
+            f"The compiled library `{_MODULE}` was built against XLA's FFI API "
+            f"{_dotted(built)}, but the installed jaxlib has {_dotted(runtime)} and "
+            f"runs handlers of its own version and older. {_REBUILD}"
+        )
+
+
+def jaxlib_ffi_api() -> tuple[int, int]:
+    """Reads the (major, minor) FFI API version of the installed jaxlib's headers.
+
+    Raises:
+        LibraryError: The header is missing or does not state a version.
+    """
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text(encoding="utf-8")
+    except OSError as error:
+        raise LibraryError(
+            f"The header `{header}` of jaxlib cannot be read: {error}. "
+            "Reinstall jaxlib."
+        ) from error
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR)\s+(\d+)", text))
+    if found.keys() != {"MAJOR", "MINOR"}:
+        raise LibraryError(
+            f"The header `{header}` does not state XLA's FFI API version. Reinstall "
+            "jaxlib."
+        )
+    return int(found["MAJOR"]), int(found["MINOR"])
+
+
+def library_status() -> LibraryStatus:
+    """Describes the compiled library. Never raises and registers nothing."""
+    status = LibraryStatus(
+        path=None,
+        built_ffi_api=None,
+        jaxlib_ffi_api=None,
+        instruction_sets=(),
+        instruction_set=None,
+        error=None,
+    )
+    # Each step adds what it finds, so that an error leaves the facts before it.
+    try:
+        spec = importlib.util.find_spec(_MODULE)
+        status = dataclasses.replace(status, path=spec.origin if spec else None)
+        status = dataclasses.replace(status, jaxlib_ffi_api=jaxlib_ffi_api())
+        library = load()
+        status = dataclasses.replace(
+            status,
+            built_ffi_api=_built_api(library),
+            instruction_sets=tuple(library.instruction_sets()),
+            instruction_set=library.instruction_set(),
+        )
+        check_api_version(_built_api(library), jaxlib_ffi_api())
+    except Exception as error:  # A report must survive whatever is wrong.
+        return dataclasses.replace(status, error=f"{type(error).__name__}: {error}")
+    return status
+
+
+def _built_api(library: ModuleType) -> tuple[int, int]:
+    major, minor = library.ffi_api_version()
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,64 @@
+"""Codes to bit planes and back in jax.numpy: `xla_ffi/README.md`, section 1."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from dafjax._native._layout import LANES, PLANE_WIDTHS, ROWS, TILE
+from dafjax._typing import Array
+
+
+def to_tiles(x: Array) -> Array:
+    """Reshapes `[*batch, tiles * 512]` to `[*batch, tiles, 16, 32]`."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // TILE, ROWS, LANES)
+
+
+def pack_planes(codes: Array, bits: int) -> Array:
+    """Packs uint32 codes `[*batch, tiles, 16, 32]` into uint16 `[*batch, words]`.
+
+    Word `p * 32 + l` of a `w`-bit plane of a tile is
+    `sum_i field[p * (16 / w) + i, l] << (w * i)`.
+    """
+    *batch, tiles, _, _ = codes.shape
+    planes = []
+    for shift, width in _plane_places(bits):
+        per_word = ROWS // width
+        fields = (codes >> jnp.uint32(shift)) & jnp.uint32((1 << width) - 1)
+        fields = fields.reshape(*batch, tiles, width, per_word, LANES)
+        words = jnp.sum(
+            fields << _field_shifts(width, fields.ndim), axis=-2, dtype=jnp.uint32
+        )
+        planes.append(words.astype(jnp.uint16).reshape(*batch, tiles * width * LANES))
+    return jnp.concatenate(planes, axis=-1)
+
+
+def unpack_planes(words: Array, bits: int, tiles: int) -> Array:
+    """Inverts `pack_planes`: uint16 `[*batch, words]` to uint32 codes."""
+    batch = words.shape[:-1]
+    codes = jnp.zeros((*batch, tiles, ROWS, LANES), jnp.uint32)
+    start = 0
+    for shift, width in _plane_places(bits):
+        stop = start + tiles * width * LANES
+        plane = lax.slice_in_dim(words, start, stop, axis=-1).astype(jnp.uint32)
+        plane = plane.reshape(*batch, tiles, width, 1, LANES)
+        fields = (plane >> _field_shifts(width, plane.ndim)) & jnp.uint32(
+            (1 << width) - 1
+        )
+        codes = codes | (fields.reshape(codes.shape) << jnp.uint32(shift))
+        start = stop
+    return codes
+
+
+def _plane_places(bits: int) -> list[tuple[int, int]]:
+    """Returns (lowest bit in the code, width) of each plane, in stored order."""
+    places = []
+    shift = bits
+    for width in PLANE_WIDTHS[bits]:
+        shift -= width
+        places.append((shift, width))
+    return places
+
+
+def _field_shifts(width: int, ndim: int) -> Array:
+    """Returns the shift of each field of a word, along the last axis but one."""
+    shifts = jnp.arange(0, ROWS, width, dtype=jnp.uint32)
+    return shifts.reshape((1,) * (ndim - 2) + (ROWS // width, 1))

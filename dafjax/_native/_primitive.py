@@ -1,0 +1,119 @@
+"""What the primitives have in common: dispatch, lowering, batching, derivatives."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from dafjax._native import _library
+from dafjax._typing import Array, Static
+
+
+def make_primitive(
+    name: str,
+    *,
+    abstract_eval: Callable[..., Any],
+    reference: Callable[..., Any],
+    multiple_results: bool,
+    attributes: Callable[..., dict[str, Any]],
+    aliased: bool = False,
+) -> Primitive:
+    """Makes a primitive that is a custom call on CPUs and `jax.numpy` elsewhere.
+
+    Args:
+        name: Name of the custom call's target.
+        abstract_eval: Checks the operands and describes the results.
+        reference: The primitive in `jax.numpy`.
+        multiple_results: Whether the results are a sequence.
+        attributes: The custom call's attributes from the primitive's parameters.
+        aliased: Whether result `i` takes the buffer of operand `i`.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = multiple_results
+    primitive.def_abstract_eval(abstract_eval)
+
+    @functools.cache
+    def compiled(**params: Static) -> Callable[..., Any]:
+        return jax.jit(functools.partial(primitive.bind, **params))
+
+    def run_eagerly(*operands: Array, **params: Static) -> Any:
+        return compiled(**params)(*operands)
+
+    def lower_to_custom_call(
+        context: mlir.LoweringRuleContext, *operands: Any, **params: Static
+    ) -> Sequence[Any]:
+        _library.register()
+        aliases = {i: i for i in range(len(operands))} if aliased else None
+        # The layouts default to row-major, for operands and results.
+        lower = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases)
+        return lower(context, *operands, **attributes(**params))
+
+    primitive.def_impl(run_eagerly)
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(reference, multiple_results=multiple_results)
+    )
+    mlir.register_lowering(primitive, lower_to_custom_call, platform="cpu")
+    return primitive
+
+
+def refuse_derivatives(primitive: Primitive, num_data: int) -> None:
+    """Makes differentiation through the first `num_data` operands a clear error.
+
+    The others are dependencies that are not read, so that they have no tangent.
+    """
+
+    def jvp(
+        primals: Sequence[Array], tangents: Sequence[Any], **params: Static
+    ) -> tuple[Any, Any]:
+        if any(not isinstance(t, ad.Zero) for t in tangents[:num_data]):
+            raise_no_derivative()
+        out = primitive.bind(*primals, **params)
+        return out, jax.tree.map(ad.Zero.from_primal_value, out)
+
+    def transpose(*_: Any, **__: Any) -> NoReturn:
+        raise_no_derivative()
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+
+
+def raise_no_derivative() -> NoReturn:
+    """Raises the error for a derivative of an encoder or a decoder."""
+    raise NotImplementedError(
+        "Residuals that dafjax packs do not support forward-mode or second-order "
+        "differentiation (`jax.jvp`, `jax.jacfwd`, `jax.hessian`, `jax.grad` of "
+        "`jax.grad`): the rounding has no derivative, and ignoring it would give a "
+        "wrong result. Pass `bits=None` to `dafjax.remat_compress` to keep the "
+        "residuals exact where such derivatives are taken."
+    )
+
+
+def to_front(x: Array, axis: int | None, size: int) -> Array:
+    """Moves a batch axis to the front, or adds one of `size` copies."""
+    if axis is None:
+        return jnp.broadcast_to(x, (size, *x.shape))
+    return jnp.moveaxis(x, axis, 0)
+
+
+def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
+    """Returns the size of the mapped axis."""
+    return next(
+        x.shape[axis]
+        for x, axis in zip(operands, axes, strict=True)
+        if axis is not None
+    )
+
+
+def can_pass_through(x: Array) -> bool:
+    """Tells whether a custom call takes the array: PRNG keys and int4 are not taken."""
+    dtype = x.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
+        return False
+    kinds = (np.bool_, np.number)
+    has_kind = any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    return has_kind and "int2" not in dtype.name and "int4" not in dtype.name

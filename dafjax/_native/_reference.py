@@ -1,0 +1,219 @@
+"""The custom calls in jax.numpy, for platforms without a kernel: the same bytes.
+
+The format and every formula are in `xla_ffi/README.md`. Its arithmetic is kept as it
+stands there: what a compiler could contract into a fused multiply-add has an exact
+product, and what it could flush or approximate is done on bits.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dafjax._native import _float_bits as fb
+from dafjax._native._layout import TILE, num_blocks, num_tiles
+from dafjax._native._noise import noise_words
+from dafjax._native._planes import pack_planes, to_tiles, unpack_planes
+from dafjax._typing import Array
+
+
+_MAX_BFLOAT16 = np.float32(float.fromhex("0x1.fep127"))
+_SMALLEST_SCALE = np.float32(2.0**-100)
+# Beyond it a product `code * scale` may overflow although the decoded value does not.
+_LARGE_MINIMUM = np.float32(-(2.0**100))
+_TOP_CODE = 65535
+
+
+def pack_affine(
+    x: Array, seed: Array, *, bits: int, block_size: int, stochastic: bool
+) -> tuple[Array, Array, Array]:
+    """Encodes rows: section 2. See `dafjax._native.pack_affine`."""
+    size = x.shape[-1]
+    # Both the blocks and the tiles of a padded row are complete.
+    padded = -(-size // max(block_size, TILE)) * max(block_size, TILE)
+    pattern = _pad(fb.widened_bits(x), padded)
+    finite = fb.is_finite(pattern)
+    blocks = (*x.shape[:-1], padded // block_size, block_size)
+    present = _is_present(blocks, size)
+
+    value = fb.from_bits(fb.flush(pattern)).reshape(blocks)
+    counted = finite.reshape(blocks) & present
+    low = jnp.min(jnp.where(counted, value, jnp.float32(np.inf)), axis=-1)
+    high = jnp.max(jnp.where(counted, value, jnp.float32(-np.inf)), axis=-1)
+    has_finite = low <= high
+    low = jnp.where(has_finite, low, jnp.float32(0))
+    high = jnp.where(has_finite, high, jnp.float32(0))
+    flagged = jnp.any(~finite.reshape(blocks), axis=-1)
+
+    minimum, scale = _affine_parameters(low, high, flagged, bits, x.dtype)
+    fraction_bits = jnp.int32(16 - bits) + flagged.astype(jnp.int32)
+    has_scale = scale > jnp.float32(0)
+    inverse = jnp.where(has_scale, fb.power_over(scale, fraction_bits), jnp.float32(0))
+    half_step = _power_of_two(-(fraction_bits + jnp.int32(1)))
+    start = minimum - scale * half_step
+
+    scaled = (value - start[..., None]) * inverse[..., None]
+    # A range beyond float32 leaves an infinite difference, and infinity times 0 is NaN.
+    scaled = jnp.where(has_scale[..., None], scaled, jnp.float32(0))
+    scaled = lax.clamp(jnp.float32(0), scaled, jnp.float32(_TOP_CODE))
+    fixed = scaled.astype(jnp.int32).astype(jnp.uint32)
+
+    fraction_bits = fraction_bits.astype(jnp.uint32)[..., None]
+    if stochastic:
+        covered = num_tiles(size) * TILE
+        tiles = to_tiles(_cut(jnp.where(finite, pattern, jnp.uint32(0)), covered))
+        words = noise_words(seed, jnp.sum(tiles, axis=(-2, -1), dtype=jnp.uint32))
+        words = _pad(words.reshape(*x.shape[:-1], covered), padded).reshape(blocks)
+        noise = words >> (jnp.uint32(16) - fraction_bits)
+    else:
+        noise = jnp.uint32(1) << (fraction_bits - jnp.uint32(1))
+    code = jnp.minimum(fixed + noise, jnp.uint32(_TOP_CODE)) >> fraction_bits
+    not_finite_code = _not_finite_code(pattern, bits).reshape(blocks)
+    code = jnp.where(finite.reshape(blocks), code, not_finite_code)
+    code = jnp.where(present, code, jnp.uint32(0))
+
+    code = _cut(code.reshape(*x.shape[:-1], padded), num_tiles(size) * TILE)
+    stored = num_blocks(size, block_size)
+    sign = flagged.astype(jnp.uint32) << jnp.uint32(31)
+    scale = fb.from_bits(fb.to_bits(scale) | sign)
+    return (
+        pack_planes(to_tiles(code), bits),
+        _cut(fb.to_bfloat16_exact(scale), stored),
+        _cut(fb.to_bfloat16_exact(minimum), stored),
+    )
+
+
+def _is_present(blocks: tuple[int, ...], size: int) -> Array:
+    """Tells which elements of `[*batch, blocks, block_size]` are not padding."""
+    full, rest = divmod(size, blocks[-1])
+    block = lax.broadcasted_iota(jnp.uint32, blocks, len(blocks) - 2)
+    place = lax.broadcasted_iota(jnp.uint32, blocks, len(blocks) - 1)
+    is_last = (block == jnp.uint32(full)) & (place < jnp.uint32(rest))
+    return (block < jnp.uint32(full)) | is_last
+
+
+def _affine_parameters(
+    low: Array, high: Array, flagged: Array, bits: int, dtype: np.dtype
+) -> tuple[Array, Array]:
+    """Computes `zero` and `scale`, float32 that hold bfloat16 values."""
+    half = jnp.float32(0.5)
+    limit = np.float32(65504) if dtype == jnp.float16 else _MAX_BFLOAT16
+    lowest = np.float32(-65280) if dtype == jnp.float16 else -_MAX_BFLOAT16
+    step = jnp.where(flagged, _per_level(bits - 1), _per_level(bits))
+
+    zero = jnp.maximum(fb.bfloat16_down(low), lowest)
+    room = (jnp.float32(np.float32(0.5) * limit) - half * zero) * step
+    cap = fb.bfloat16_down(jnp.minimum(room, _MAX_BFLOAT16))
+    scale = jnp.minimum(fb.bfloat16_up((half * high - half * zero) * step), cap)
+    return zero, jnp.where(scale < _SMALLEST_SCALE, jnp.float32(0), scale)
+
+
+def _per_level(bits: int) -> Array:
+    """Returns `2 / levels`; 0 for no level, so that the scale becomes 0."""
+    levels = 2**bits - 1
+    return jnp.float32(2.0 / levels if levels else 0.0)
+
+
+def _power_of_two(exponent: Array) -> Array:
+    bits = (exponent + jnp.int32(127)) << jnp.int32(23)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _not_finite_code(pattern: Array, bits: int) -> Array:
+    """Returns the codes 100 (NaN), 110 (+Inf), 111 (-Inf) in the top three bits."""
+    if bits < 3:
+        return jnp.full(pattern.shape, 1 << (bits - 1), jnp.uint32)
+    is_nan = (pattern & jnp.uint32(0x7FFFFF)) != jnp.uint32(0)
+    infinite = jnp.uint32(0b110) | (pattern >> jnp.uint32(31))
+    return jnp.where(is_nan, jnp.uint32(0b100), infinite) << jnp.uint32(bits - 3)
+
+
+def unpack_affine(
+    codes: Array,
+    scale: Array,
+    minimum: Array,
+    *after: Array,
+    size: int,
+    dtype: np.dtype,
+    bits: int,
+    block_size: int,
+) -> Array:
+    """Decodes rows: section 2. See `dafjax._native.unpack_affine`."""
+    codes, scale, minimum = _wait_for(after, codes, scale, minimum)
+    batch = codes.shape[:-1]
+    covered = num_tiles(size) * TILE
+    code = unpack_planes(codes, bits, num_tiles(size)).reshape(*batch, covered)
+    stored = num_blocks(size, block_size)
+    code = _cut(_pad(code, stored * block_size), stored * block_size)
+    code = code.reshape(*batch, stored, block_size)
+
+    scale_bits = fb.bfloat16_bits(scale)[..., None]
+    flagged = (scale_bits & jnp.uint32(0x8000)) != jnp.uint32(0)
+    scale = fb.from_bits((scale_bits & jnp.uint32(0x7FFF)) << jnp.uint32(16))
+    minimum = fb.from_bits(fb.bfloat16_bits(minimum) << jnp.uint32(16))[..., None]
+
+    special = flagged & ((code >> jnp.uint32(bits - 1)) != jnp.uint32(0))
+    mask = jnp.uint32((1 << bits) - 1) >> flagged.astype(jnp.uint32)
+    step = (code & mask).astype(jnp.int32).astype(jnp.float32)
+    # Halved where the product could overflow. The product is exact either way, so that
+    # a fused multiply-add changes nothing, and so is doubling the sum.
+    is_large = minimum <= _LARGE_MINIMUM
+    shrink = jnp.where(is_large, jnp.float32(0.5), jnp.float32(1))
+    grow = jnp.where(is_large, jnp.float32(2), jnp.float32(1))
+    value = (minimum * shrink + step * (scale * shrink)) * grow
+    value = fb.round_to(value, dtype)
+
+    value = jnp.where(special, _not_finite_value(code, bits, dtype), value)
+    return _cut(value.reshape(*batch, stored * block_size), size)
+
+
+def _not_finite_value(code: Array, bits: int, dtype: np.dtype) -> Array:
+    nan = jnp.asarray(np.nan, dtype)
+    if bits < 3:
+        return jnp.full(code.shape, nan)
+    kind = code >> jnp.uint32(bits - 3)
+    infinite = jnp.where(
+        kind == jnp.uint32(0b111),
+        jnp.asarray(-np.inf, dtype),
+        jnp.asarray(np.inf, dtype),
+    )
+    return jnp.where(kind >= jnp.uint32(0b110), infinite, nan)
+
+
+def pack_bitmask(mask: Array) -> Array:
+    """Packs booleans into one plane. See `dafjax._native.pack_bitmask`."""
+    tiles = num_tiles(mask.shape[-1])
+    return pack_planes(to_tiles(_pad(mask, tiles * TILE).astype(jnp.uint32)), 1)
+
+
+def unpack_bitmask(words: Array, *after: Array, size: int) -> Array:
+    """Inverts `pack_bitmask`. See `dafjax._native.unpack_bitmask`."""
+    (words,) = _wait_for(after, words)
+    fields = unpack_planes(words, 1, num_tiles(size))
+    fields = fields.reshape(*words.shape[:-1], num_tiles(size) * TILE)
+    return _cut(fields, size) != jnp.uint32(0)
+
+
+def tie(*arrays: Array) -> tuple[Array, ...]:
+    """Returns its arguments, none before all are there."""
+    return tuple(lax.optimization_barrier(arrays))
+
+
+def _wait_for(after: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:
+    if not after:
+        return arrays
+    return tuple(lax.optimization_barrier((*arrays, *after)))[: len(arrays)]
+
+
+def _pad(x: Array, length: int) -> Array:
+    """Extends the last axis with zeros to `length` elements, if it is shorter."""
+    missing = max(0, length - x.shape[-1])
+    if missing == 0:
+        return x
+    return lax.pad(
+        x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(0, missing, 0)]
+    )
+
+
+def _cut(x: Array, length: int) -> Array:
+    """Keeps the first `length` elements of the last axis."""
+    return lax.slice_in_dim(x, 0, length, axis=-1) if length < x.shape[-1] else x

@@ -1,0 +1,15 @@
+"""Names of the types that the library passes around."""
+
+from collections.abc import Hashable
+from typing import Any, TypeAlias
+
+import jax
+
+
+Array: TypeAlias = jax.Array
+# Any pytree of arrays.
+ArrayTree: TypeAlias = Any
+# Shape and dtype of the array that decoding restores.
+Like: TypeAlias = jax.ShapeDtypeStruct
+# A static parameter of a primitive.
+Static: TypeAlias = Hashable

@@ -1,0 +1,66 @@
+"""The interface of a codec: arrays to packed arrays and back."""
+
+import abc
+
+from dafjax._typing import Array, ArrayTree, Like
+
+
+class AbstractCodec(abc.ABC):
+    """A pair of functions between an array and its packed form.
+
+    A codec is a hashable value. What `encode` returns, its *packed*, is a pytree of
+    arrays whose shapes depend on the shape and dtype of the array alone.
+    """
+
+    @abc.abstractmethod
+    def encode(self, x: Array, *, seed: int | Array = 0) -> ArrayTree:
+        """Packs an array of any shape.
+
+        Args:
+            x: The array, of a dtype that `check` accepts.
+            seed: Integer from 0 to 2^32 - 1, or a uint32 scalar. It selects the
+                rounding noise, if the codec draws any.
+
+        Returns:
+            A pytree of arrays of `packed_nbytes` bytes in all.
+
+        Raises:
+            TypeError: The dtype of `x` or `seed` is not supported.
+            ValueError: `seed` is out of range or not a scalar.
+        """
+
+    @abc.abstractmethod
+    def decode(
+        self, packed: ArrayTree, like: Like, *, after: tuple[Array, ...] = ()
+    ) -> Array:
+        """Unpacks what `encode` returned.
+
+        Args:
+            packed: The result of `encode`.
+            like: Shape and dtype of the array that was packed.
+            after: Arrays that are computed before the packed arrays are unpacked. They
+                are not read; they keep XLA from unpacking earlier.
+
+        Returns:
+            An array of `like.shape` and `like.dtype`.
+
+        Raises:
+            TypeError: `like.dtype` is not supported.
+            ValueError: The shapes of `packed` do not belong to `like`.
+        """
+
+    @abc.abstractmethod
+    def packed_nbytes(self, like: Like) -> int:
+        """Returns the bytes that an array of this shape and dtype takes when packed.
+
+        Raises:
+            TypeError: `like.dtype` is not supported.
+        """
+
+    @abc.abstractmethod
+    def check(self, like: Like) -> None:
+        """Raises if arrays of this shape and dtype cannot be packed.
+
+        Raises:
+            TypeError: `like.dtype` is not supported.
+        """

@@ -1,0 +1,58 @@
+"""Codec for boolean arrays: one bit an element, exact."""
+
+import dataclasses
+import math
+from typing import final
+
+import jax
+import jax.numpy as jnp
+
+from dafjax._native import pack_bitmask, unpack_bitmask
+from dafjax._native._layout import num_words
+from dafjax._typing import Array, Like
+from dafjax.codecs._abstract import AbstractCodec
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Bitmask(AbstractCodec):
+    """Stores boolean arrays, such as the masks of relu and dropout, in one bit each.
+
+    Element `e` of a tile of 512 is bit `e // 32` of word `e % 32`
+    (`xla_ffi/README.md`, section 1). Packed is uint16 `[ceil(n / 512) * 32]`. Decoding
+    is exact; `seed` is not used.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from dafjax.codecs import Bitmask
+        >>> mask = jnp.arange(1024) % 3 == 0
+        >>> like = jax.ShapeDtypeStruct(mask.shape, mask.dtype)
+        >>> packed = Bitmask().encode(mask)
+        >>> packed.nbytes
+        128
+        >>> bool(jnp.all(Bitmask().decode(packed, like) == mask))
+        True
+    """
+
+    def encode(self, x: Array, *, seed: int | Array = 0) -> Array:
+        self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return pack_bitmask(jnp.reshape(x, (x.size,)))
+
+    def decode(
+        self, packed: Array, like: Like, *, after: tuple[Array, ...] = ()
+    ) -> Array:
+        self.check(like)
+        flat = unpack_bitmask(packed, *after, size=math.prod(like.shape))
+        return jnp.reshape(flat, like.shape)
+
+    def packed_nbytes(self, like: Like) -> int:
+        self.check(like)
+        return 2 * num_words(math.prod(like.shape), 1)
+
+    def check(self, like: Like) -> None:
+        if like.dtype != jnp.bool_:
+            raise TypeError(
+                "`Bitmask` packs boolean arrays, but got "
+                f"`{like.dtype.name}`. Use `dafjax.codecs.Affine` for "
+                "floating-point arrays, or keep the residual exact with `Save()`."
+            )
