@@ -5,7 +5,6 @@ from typing import Any, TypeAlias
 
 import jax
 
-
 Array: TypeAlias = jax.Array
 # Any pytree of arrays.
 ArrayTree: TypeAlias = Any

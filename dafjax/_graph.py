@@ -1,0 +1,210 @@
+"""A traced function as one flat list of equations, whatever calls it contains.
+
+This file and `_residuals.py` are the only ones that look inside a jaxpr.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.core
+import jax.extend.core as jex_core
+from jax.extend import source_info_util
+
+# Calls whose body is spliced into the caller. The functions seen here have already been
+# differentiated, so the rules that custom_jvp and custom_vjp carry have been applied.
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """A value known when the function was traced."""
+
+    value: Any
+
+
+# A value is the number of its place in `Graph.avals`.
+Atom: TypeAlias = int | Constant
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """One primitive operation: `outputs = primitive(*inputs)`.
+
+    Attributes:
+        jaxpr: A program of this equation alone; its inputs are `inputs`.
+        inputs: What it reads. Literals are part of the equation.
+        outputs: The values it makes.
+    """
+
+    jaxpr: jex_core.Jaxpr
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def primitive(self) -> str:
+        """The primitive's name, for example `"conv_general_dilated"`."""
+        return self.jaxpr.eqns[0].primitive.name
+
+    @property
+    def input_values(self) -> tuple[int, ...]:
+        """The inputs that are values, not constants."""
+        return values_of(self.inputs)
+
+    @property
+    def operand_sizes(self) -> tuple[int, ...]:
+        """The number of elements of every operand, literals included."""
+        return tuple(
+            getattr(atom.aval, "size", 1) for atom in self.jaxpr.eqns[0].invars
+        )
+
+    @property
+    def name_stack(self) -> str:
+        """Where in the model it stands, for example `"ResNet/Block_0/Conv_0"`."""
+        return str(self.jaxpr.eqns[0].source_info.name_stack)
+
+    @property
+    def source(self) -> str:
+        """The user's line that it comes from."""
+        return source_info_util.summarize(self.jaxpr.eqns[0].source_info)
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A flat, closed program.
+
+    Invariant: equations stand in an order in which they can be evaluated, and values are
+    numbered in the order in which they are made; the inputs come first.
+
+    Attributes:
+        avals: Shape and dtype of every value.
+        num_inputs: How many of the values are inputs.
+        equations: The operations.
+        outputs: What the program returns.
+    """
+
+    avals: tuple[jax.core.ShapedArray, ...]
+    num_inputs: int
+    equations: tuple[Equation, ...]
+    outputs: tuple[Atom, ...]
+
+
+def live_equations(
+    equations: Sequence[Equation], wanted: Iterable[Atom]
+) -> tuple[Equation, ...]:
+    """Returns those of the equations that `wanted` depends on, in order."""
+    needed = set(values_of(wanted))
+    live = []
+    for eqn in reversed(equations):
+        if needed.intersection(eqn.outputs):
+            live.append(eqn)
+            needed.update(eqn.input_values)
+    return tuple(reversed(live))
+
+
+def values_of(atoms: Iterable[Atom]) -> tuple[int, ...]:
+    """Returns the atoms that are values, not constants."""
+    return tuple(atom for atom in atoms if isinstance(atom, int))
+
+
+def renumber(atoms: Sequence[Atom], numbers: Mapping[int, Atom]) -> tuple[Atom, ...]:
+    """Replaces every value by what `numbers` gives for it."""
+    return tuple(numbers[atom] if isinstance(atom, int) else atom for atom in atoms)
+
+
+def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    """Runs one equation on arrays or tracers, one for each of `equation.inputs`."""
+    return jax.core.eval_jaxpr(equation.jaxpr, (), *operands)
+
+
+def flatten(closed: jex_core.ClosedJaxpr) -> Graph:
+    """Turns a jaxpr into a `Graph`; calls in it are inlined."""
+    builder = _Builder()
+    inputs = [builder.new_value(var.aval) for var in closed.jaxpr.invars]
+    outputs = builder.splice(closed, inputs)
+    return Graph(
+        avals=tuple(builder.avals),
+        num_inputs=len(inputs),
+        equations=tuple(builder.equations),
+        outputs=tuple(outputs),
+    )
+
+
+class _Builder:
+    """Collects equations while calls are inlined."""
+
+    def __init__(self) -> None:
+        self.avals: list[jax.core.ShapedArray] = []
+        self.equations: list[Equation] = []
+
+    def new_value(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def splice(
+        self, closed: jex_core.ClosedJaxpr, arguments: Sequence[Atom]
+    ) -> list[Atom]:
+        jaxpr = closed.jaxpr
+        env: dict[Any, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
+        env.update(
+            (var, Constant(value))
+            for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
+        )
+
+        def read(atom: Any) -> Atom:
+            if isinstance(atom, jex_core.Literal):
+                return Constant(atom.val)
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            body = _inlined_body(eqn)
+            if body is not None:
+                results = self.splice(body, [read(atom) for atom in eqn.invars])
+                env.update(zip(eqn.outvars, results, strict=True))
+                continue
+            invars = list(
+                dict.fromkeys(
+                    atom
+                    for atom in eqn.invars
+                    if not isinstance(atom, jex_core.Literal)
+                )
+            )
+            outvars = [v for v in eqn.outvars if not isinstance(v, jex_core.DropVar)]
+            env.update((var, self.new_value(var.aval)) for var in outvars)
+            self.equations.append(
+                Equation(
+                    jaxpr=jaxpr.replace(
+                        constvars=[],
+                        invars=invars,
+                        outvars=outvars,
+                        eqns=[eqn],
+                        effects=eqn.effects,
+                    ),
+                    inputs=tuple(env[var] for var in invars),
+                    outputs=tuple(env[var] for var in outvars),
+                )
+            )
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+def _inlined_body(eqn: jex_core.JaxprEqn) -> jex_core.ClosedJaxpr | None:
+    """Returns the body to splice in place of a call, or `None` if it is no call."""
+    param = _INLINED.get(eqn.primitive.name)
+    if param is None:
+        return None
+    body = eqn.params.get(param)
+    if isinstance(body, jex_core.Jaxpr):
+        return jex_core.ClosedJaxpr(body, ())
+    return body

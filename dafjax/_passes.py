@@ -1,0 +1,181 @@
+"""The forward and the backward pass, run equation by equation as scheduled."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from dafjax._graph import Atom, Constant, evaluate, live_equations, values_of
+from dafjax._native import tie
+from dafjax._plan import Plan
+from dafjax._schedule import Step, last_uses
+from dafjax._typing import ArrayTree
+from dafjax.policies import is_cheap
+from dafjax.stores import AbstractStore
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Ties:
+    """Which ties are made: all of them, except in tests that show what each is for.
+
+    Attributes:
+        forward: Ties of a value with its packed form, before it is used on. Without
+            them packing is put off until the backward pass.
+        cotangent: The dependency of unpacking on the backward pass. Without it residuals
+            are unpacked as soon as they are packed.
+        outgoing: Ties of what a stretch of the backward pass computed with the start of
+            the next one. Without them small reductions are put off, and their operands
+            live on.
+    """
+
+    forward: bool = True
+    cotangent: bool = True
+    outgoing: bool = True
+
+
+def run_forward(
+    plan: Plan,
+    arguments: Sequence[jax.Array],
+    *,
+    store: AbstractStore,
+    ties: Ties,
+    seed: Any,
+) -> tuple[list[Any], list[ArrayTree]]:
+    """Computes the results and what the plan keeps.
+
+    Args:
+        plan: What is kept.
+        arguments: The function's arguments.
+        store: Where packed values wait.
+        ties: Which ties are made.
+        seed: Seed of the rounding noise, a uint32 scalar.
+
+    Returns:
+        The results, exact, and for each of `plan.kept` its handle or, if it has no codec,
+        its value.
+    """
+    program = plan.program
+    kept = {item.value: (site, item) for site, item in enumerate(plan.kept)}
+    equations = live_equations(program.forward, [*program.results, *kept])
+    last_use = last_uses(equations, program.results)
+    env: dict[int, Any] = dict(enumerate(arguments))
+    stored: dict[int, ArrayTree] = {}
+    # Packed forms that nothing later has been tied to yet.
+    pending: list[jax.Array] = []
+
+    def tie_pending(carriers: Iterable[int]) -> None:
+        carrier = max(
+            (v for v in carriers if _can_be_tied(env[v])),
+            key=lambda v: env[v].size,
+            default=None,
+        )
+        if pending and ties.forward and carrier is not None:
+            env[carrier], *_ = tie(env[carrier], *pending)
+            pending.clear()
+
+    def keep(value: int, now: int) -> None:
+        if value not in kept:
+            return
+        site, item = kept[value]
+        if item.codec is None:
+            stored[value] = env[value]
+            return
+        with jax.named_scope("pack"):
+            # The same tensor at another site gets other noise.
+            packed = item.codec.encode(env[value], seed=seed + jnp.uint32(site))
+        leaves, structure = jax.tree.flatten(store.put(packed))
+        if ties.forward and last_use.get(value, -1) > now:
+            env[value], *leaves = tie(env[value], *leaves)
+        else:
+            pending.extend(leaves)
+        stored[value] = jax.tree.unflatten(structure, leaves)
+
+    for value in range(program.num_arguments):
+        keep(value, -1)
+    for now, equation in enumerate(equations):
+        if not is_cheap(equation.primitive):
+            # Arguments live on anyway, and a tie would copy them.
+            inputs = equation.input_values
+            tie_pending(v for v in inputs if v >= program.num_arguments)
+        outputs = evaluate(equation, _read(equation.inputs, env))
+        env.update(zip(equation.outputs, outputs, strict=True))
+        for value in equation.outputs:
+            keep(value, now)
+    tie_pending(values_of(program.results))
+    return _read(program.results, env), [stored[item.value] for item in plan.kept]
+
+
+def run_backward(
+    plan: Plan,
+    schedule: Sequence[Step],
+    arguments: Mapping[int, jax.Array],
+    stored: Sequence[ArrayTree],
+    cotangents: Sequence[jax.Array],
+    *,
+    store: AbstractStore,
+    ties: Ties,
+) -> list[Any]:
+    """Computes the cotangents of the perturbed arguments.
+
+    Args:
+        plan: What was kept.
+        schedule: What `schedule_backward` made of the plan.
+        arguments: The arguments that `plan.arguments` names.
+        stored: What `run_forward` returned for `plan.kept`.
+        cotangents: The cotangents of the differentiable results.
+        store: Where packed values wait.
+        ties: Which ties are made.
+
+    Returns:
+        One cotangent for each perturbed argument.
+    """
+    program = plan.program
+    kept = {item.value: item for item in plan.kept}
+    waiting = dict(zip(kept, stored, strict=True))
+    env: dict[int, Any] = dict(zip(program.cotangents, cotangents, strict=True))
+    env.update(arguments)
+    env.update((v, waiting[v]) for v, item in kept.items() if item.codec is None)
+    # Carries the dependency on the backward pass to unpacking; never read.
+    token: jax.Array = jnp.zeros((), jnp.uint8)
+
+    for step in schedule:
+        if step.begins:
+            tied = _tied_values(step, ties)
+            *values, token = tie(*(env[v] for v in tied), token)
+            env.update(zip(tied, values, strict=True))
+        after = (token,) if ties.cotangent else ()
+        for value in step.unpacked:
+            item = kept[value]
+            assert item.codec is not None
+            with jax.named_scope("unpack"):
+                packed = store.get(waiting[value])
+                env[value] = item.codec.decode(packed, item.like, after=after)
+        for equation in step.recomputed:
+            outputs = evaluate(equation, _read(equation.inputs, env))
+            for value, output in zip(equation.outputs, outputs, strict=True):
+                # What is kept is taken from what was kept, never recomputed.
+                if value not in kept:
+                    env[value] = output
+        if step.equation is not None:
+            outputs = evaluate(step.equation, _read(step.equation.inputs, env))
+            env.update(zip(step.equation.outputs, outputs, strict=True))
+    return _read(program.gradients, env)
+
+
+def _tied_values(step: Step, ties: Ties) -> tuple[int, ...]:
+    cotangents = step.cotangents
+    if not ties.outgoing and step.equation is not None:
+        read = step.equation.input_values
+        cotangents = tuple(v for v in cotangents if v in read)
+    return cotangents + (step.given if ties.cotangent else ())
+
+
+def _read(atoms: Iterable[Atom], env: Mapping[int, Any]) -> list[Any]:
+    return [a.value if isinstance(a, Constant) else env[a] for a in atoms]
+
+
+def _can_be_tied(value: Any) -> bool:
+    return not jax.dtypes.issubdtype(jnp.result_type(value), jax.dtypes.extended)

@@ -1,0 +1,228 @@
+"""What is kept of one traced function, and how: its plan, with bytes."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from dafjax._graph import Equation, live_equations
+from dafjax._residuals import Program
+from dafjax.codecs import AbstractCodec
+from dafjax.policies import (
+    AbstractPolicy,
+    Compress,
+    Decision,
+    Recompute,
+    Residual,
+    Save,
+    is_cheap,
+)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """One value that waits for the backward pass.
+
+    Attributes:
+        value: Its number in the program.
+        shape: Its shape.
+        dtype: Its dtype.
+        codec: How it is packed; `None` if it is kept as it is.
+        name: Where in the model it is made.
+        primitive: What makes it.
+        source: The user's line that it comes from.
+    """
+
+    value: int
+    shape: tuple[int, ...]
+    dtype: Any
+    codec: AbstractCodec | None
+    name: str
+    primitive: str
+    source: str
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype to restore."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes as an ordinary array."""
+        return self.like.size * getattr(self.dtype, "itemsize", 0)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes while it waits."""
+        if self.codec is None:
+            return self.raw_nbytes
+        return self.codec.packed_nbytes(self.like)
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """All decisions for one traced function.
+
+    Attributes:
+        program: The function.
+        kept: What is kept, in the order in which it is made. Everything else that the
+            backward pass needs is an argument or recomputed.
+        arguments: The arguments that the backward pass reads.
+        recomputed: How many equations the backward pass runs again.
+    """
+
+    program: Program
+    kept: tuple[Kept, ...]
+    arguments: tuple[int, ...]
+    recomputed: int
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything is kept in codes."""
+        return any(kept.codec is not None for kept in self.kept)
+
+
+def make_plan(
+    program: Program,
+    *,
+    policy: AbstractPolicy,
+    codec: AbstractCodec,
+    activations: Iterable[int] = (),
+) -> Plan:
+    """Decides what is kept of a program.
+
+    Args:
+        program: The function and its transpose.
+        policy: The rule.
+        codec: What `Compress(None)` stands for.
+        activations: The arguments that are not kept alive by the caller, so that they
+            are decided about as if they were made inside.
+
+    Returns:
+        The plan.
+    """
+    residuals = program.residuals()
+    producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+    decisions = _decide(program, residuals, policy, frozenset(activations))
+    kept: list[Kept] = []
+    arguments: list[int] = []
+    recomputed: set[int] = set()
+    seen = set(residuals)
+    stack = list(residuals)
+    while stack:
+        value = stack.pop()
+        decision = decisions[value]
+        if not isinstance(decision, Recompute):
+            kept.append(
+                _describe(program, value, producers.get(value), decision, codec)
+            )
+            continue
+        if value < program.num_arguments:
+            arguments.append(value)
+            continue
+        recomputed.add(id(producers[value]))
+        new = [v for v in producers[value].input_values if v not in seen]
+        seen.update(new)
+        stack.extend(new)
+    return Plan(
+        program=program,
+        kept=tuple(sorted(kept, key=lambda item: item.value)),
+        arguments=tuple(sorted(arguments)),
+        recomputed=len(recomputed),
+    )
+
+
+def _decide(
+    program: Program,
+    residuals: tuple[int, ...],
+    policy: AbstractPolicy,
+    activations: frozenset[int],
+) -> dict[int, Decision]:
+    """Asks the policy about every value the residuals could be recomputed from.
+
+    Values are asked about in the order in which they are made, so that `known` and
+    `sources` of a value's operands are settled before it.
+    """
+    decisions: dict[int, Decision] = {}
+    known: dict[int, bool] = {}
+    # The compressed values that recomputing a value unpacks; itself, if compressed.
+    sources: dict[int, frozenset[int]] = {}
+
+    def settle(value: int, residual: Residual, reached: frozenset[int]) -> None:
+        decision = policy(residual)
+        if not isinstance(decision, (Save, Compress, Recompute)):
+            raise TypeError(
+                f"`policy` must return `Save()`, `Compress(...)` or `Recompute()`, but "
+                f"`{policy!r}` returned `{decision!r}`."
+            )
+        decisions[value] = decision
+        known[value] = residual.known
+        if isinstance(decision, Recompute):
+            sources[value] = reached
+        else:
+            compressed = isinstance(decision, Compress)
+            sources[value] = frozenset({value}) if compressed else frozenset()
+
+    for value in range(program.num_arguments):
+        if value in activations:
+            aval = program.avals[value]
+            settle(value, _residual(aval, "argument", 0, False, 0), frozenset())
+        else:
+            decisions[value] = Recompute()
+            known[value] = True
+            sources[value] = frozenset()
+
+    for eqn in live_equations(program.forward, residuals):
+        cheap = is_cheap(eqn.primitive)
+        inputs = eqn.input_values
+        reached = frozenset().union(*(sources[v] for v in inputs))
+        all_known = cheap and all(known[v] for v in inputs)
+        largest = max(eqn.operand_sizes, default=0)
+        for value in eqn.outputs:
+            aval = program.avals[value]
+            settle(
+                value,
+                _residual(aval, eqn.primitive, largest, all_known, len(reached)),
+                reached,
+            )
+    return decisions
+
+
+def _residual(
+    aval: Any, primitive: str, reduced_from: int, known: bool, sources: int
+) -> Residual:
+    return Residual(
+        shape=tuple(aval.shape),
+        dtype=aval.dtype,
+        primitive=primitive,
+        reduced_from=reduced_from,
+        known=known,
+        sources=sources,
+    )
+
+
+def _describe(
+    program: Program,
+    value: int,
+    producer: Equation | None,
+    decision: Save | Compress,
+    default: AbstractCodec,
+) -> Kept:
+    aval = program.avals[value]
+    codec = None
+    if isinstance(decision, Compress):
+        codec = default if decision.codec is None else decision.codec
+        codec.check(jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype)))
+    return Kept(
+        value=value,
+        shape=tuple(aval.shape),
+        dtype=aval.dtype,
+        codec=codec,
+        name="" if producer is None else producer.name_stack,
+        primitive="argument" if producer is None else producer.primitive,
+        source="" if producer is None else producer.source,
+    )

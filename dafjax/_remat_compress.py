@@ -1,0 +1,302 @@
+"""`remat_compress`: used like `jax.checkpoint`, but residuals wait in a few bits."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, final
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+
+from dafjax._call import (
+    Call,
+    StaticArguments,
+    bind,
+    check_arrays,
+    leaf_numbers,
+    normalized,
+)
+from dafjax._derivative import Options, differentiable
+from dafjax._passes import Ties
+from dafjax.codecs import Affine
+from dafjax.policies import AbstractPolicy, CompressExpensive
+from dafjax.stores import AbstractStore, Arrays
+
+_BITS = (1, 2, 3, 4, 8)
+
+
+def remat_compress(
+    fun: Callable[..., Any] | None = None,
+    *,
+    policy: AbstractPolicy | None = None,
+    bits: int | None = 2,
+    store: AbstractStore | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    activation_argnums: int | Sequence[int] = (),
+    seed: int | jax.Array = 0,
+) -> Callable[..., Any]:
+    """Makes a function keep what its backward pass needs in a few bits.
+
+    Used like `jax.checkpoint`, on one block or round a whole loss, as a call or as a
+    decorator. Where `jax.checkpoint` computes the forward pass again, this keeps the
+    outputs of expensive operations in codes of `bits` bits and recomputes only what is
+    cheap from them. Results are never quantized (they can differ from the function's own
+    by float rounding, where XLA fuses differently); gradients have a small, by default
+    unbiased, error. Without differentiation it is the function itself.
+
+    Only inputs that are differentiated cause residuals; arguments that the backward pass
+    needs are used as they are, never quantized.
+
+    Args:
+        fun: The function. Its arguments and results are pytrees of arrays.
+        policy: What becomes of each residual. `None`:
+            `dafjax.policies.CompressExpensive()`.
+        bits: Bits of a code: 1, 2, 3, 4 or 8. `None` turns dafjax off: `fun` comes back
+            as it is, gradients included.
+        store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
+        static_argnums: Positions of arguments that are not arrays, hashable.
+        static_argnames: Names of keyword arguments that are not arrays, hashable.
+        activation_argnums: Positions of arguments that nothing else keeps alive, as the
+            input of a block whose call is wrapped on its own. Where the backward pass
+            needs such an argument, it is decided about like a value made inside.
+        seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
+            The noise also depends on the content of what is rounded, so that a constant
+            gives fresh noise in every step and a step can be repeated exactly.
+
+    Returns:
+        A function with the signature of `fun`.
+
+    Raises:
+        TypeError: An option or an argument of the function has a wrong type.
+        ValueError: An option has a value outside its set.
+
+    Example:
+        >>> import dafjax, jax, jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     return jnp.mean(jnp.tanh(x @ w["in"]) @ w["out"])
+        >>> w = {"in": jnp.ones((64, 256)), "out": jnp.ones((256, 1))}
+        >>> x = jnp.ones((128, 64))
+        >>> gradient = jax.grad(dafjax.remat_compress(loss, bits=2))(w, x)
+        >>> gradient["in"].shape
+        (64, 256)
+    """
+    if fun is None:
+        return functools.partial(
+            remat_compress,
+            policy=policy,
+            bits=bits,
+            store=store,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            activation_argnums=activation_argnums,
+            seed=seed,
+        )
+    if not callable(fun):
+        raise TypeError(
+            f"`remat_compress(fun)` must be given a function, but got `{fun!r}`. Wrap "
+            "the function, then call the result: `remat_compress(f)(x)`."
+        )
+    codec = _checked_codec(bits)
+    options = Options(
+        policy=_checked_policy(policy),
+        codec=Affine() if codec is None else codec,
+        store=_checked_store(store),
+        ties=Ties(),
+    )
+    if codec is None:
+        return fun
+    return _wrap(
+        fun,
+        options,
+        static=StaticArguments(
+            _checked_numbers("static_argnums", static_argnums),
+            _checked_names(static_argnames),
+        ),
+        activation_argnums=_checked_numbers("activation_argnums", activation_argnums),
+        seed=_checked_seed(seed),
+    )
+
+
+def _wrap(
+    fun: Callable[..., Any],
+    options: Options,
+    *,
+    static: StaticArguments,
+    activation_argnums: tuple[int, ...],
+    seed: jax.Array | np.ndarray,
+) -> Callable[..., Any]:
+    cache = _TraceCache(fun, options)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call = bind(fun, static, args, kwargs)
+        leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+        check_arrays(call)
+        activations = leaf_numbers(call, normalized(activation_argnums, len(args)))
+        traced = cache.trace(call.static, structure, leaves, activations)
+        results = traced.function(seed, *traced.consts, *leaves)
+        return jax.tree.unflatten(traced.out_structure, results)
+
+    return wrapped
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Traced:
+    """A function traced at given shapes: `function(seed, *consts, *leaves)`."""
+
+    function: Callable[..., list[Any]]
+    consts: tuple[Any, ...]
+    out_structure: Any
+
+
+@final
+class _TraceCache:
+    """Traces of one function, by static arguments, structure, shapes and dtypes.
+
+    Like `jax.jit`, it takes the function to be pure: what the function closes over is
+    read once. A trace that closes over a traced value holds only while that value does,
+    so it is not kept.
+    """
+
+    _MAX_ENTRIES = 64
+
+    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+        self._fun = fun
+        self._options = options
+        self._entries: collections.OrderedDict[Any, _Traced] = collections.OrderedDict()
+
+    def trace(
+        self,
+        static: tuple[tuple[int | str, Hashable], ...],
+        structure: Any,
+        leaves: Sequence[Any],
+        activations: tuple[int, ...],
+    ) -> _Traced:
+        key = (
+            static,
+            structure,
+            tuple(jax.typeof(leaf) for leaf in leaves),
+            activations,
+            jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+        )
+        traced = self._entries.get(key)
+        if traced is None:
+            traced = _trace(
+                self._fun, self._options, static, structure, leaves, activations
+            )
+            if not any(isinstance(const, jax.core.Tracer) for const in traced.consts):
+                self._entries[key] = traced
+                if len(self._entries) > self._MAX_ENTRIES:
+                    self._entries.popitem(last=False)
+        return traced
+
+
+def _trace(
+    fun: Callable[..., Any],
+    options: Options,
+    static: tuple[tuple[int | str, Hashable], ...],
+    structure: Any,
+    leaves: Sequence[Any],
+    activations: tuple[int, ...],
+) -> _Traced:
+    call = Call((), {}, static)
+
+    def flat(*leaves: Any) -> Any:
+        return call.run(fun, *jax.tree.unflatten(structure, leaves))
+
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    # What the function closes over becomes arguments, so that closing over a value that
+    # is being differentiated works.
+    consts = tuple(closed.consts)
+    jaxpr = closed.jaxpr
+    hoisted = jex_core.ClosedJaxpr(
+        jaxpr.replace(
+            constvars=[],
+            invars=[*jaxpr.constvars, *jaxpr.invars],
+            debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+        ),
+        (),
+    )
+    function = differentiable(
+        hoisted, options, tuple(len(consts) + number for number in activations)
+    )
+    return _Traced(function, consts, jax.tree.structure(shapes))
+
+
+def _checked_policy(policy: Any) -> AbstractPolicy:
+    if policy is None:
+        return CompressExpensive()
+    if not isinstance(policy, AbstractPolicy):
+        raise TypeError(
+            f"`remat_compress(policy=...)` must be a policy or `None`, but got "
+            f"`{policy!r}` of type `{type(policy).__name__}`. Policies are made by the "
+            "classes of `dafjax.policies`, for example "
+            "`dafjax.policies.CompressExpensive()`; functions and the policies of "
+            "`jax.checkpoint` are not accepted."
+        )
+    return policy
+
+
+def _checked_codec(bits: Any) -> Affine | None:
+    if bits is None:
+        return None
+    if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)):
+        raise TypeError(
+            f"`remat_compress(bits=...)` must be None or one of {_BITS}, but got "
+            f"`{bits!r}` of type `{type(bits).__name__}`."
+        )
+    if bits not in _BITS:
+        raise ValueError(
+            f"`remat_compress(bits=...)` must be None or one of {_BITS}, but got {bits}."
+        )
+    return Affine(bits=int(bits))
+
+
+def _checked_store(store: Any) -> AbstractStore:
+    if store is None:
+        return Arrays()
+    if not isinstance(store, AbstractStore):
+        raise TypeError(
+            f"`remat_compress(store=...)` must be a store or `None`, but got `{store!r}` "
+            f"of type `{type(store).__name__}`. Use `dafjax.stores.Arrays()`."
+        )
+    return store
+
+
+def _checked_numbers(name: str, numbers: Any) -> tuple[int, ...]:
+    several = (numbers,) if isinstance(numbers, (int, np.integer)) else numbers
+    if not isinstance(several, Sequence) or not all(
+        isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in several
+    ):
+        raise TypeError(
+            f"`remat_compress({name}=...)` must be an int or a sequence of ints, but got "
+            f"`{numbers!r}`."
+        )
+    return tuple(int(n) for n in several)
+
+
+def _checked_names(names: Any) -> tuple[str, ...]:
+    several = (names,) if isinstance(names, str) else names
+    if not isinstance(several, Sequence) or not all(
+        isinstance(n, str) for n in several
+    ):
+        raise TypeError(
+            "`remat_compress(static_argnames=...)` must be a string or a sequence of "
+            f"strings, but got `{names!r}`."
+        )
+    return tuple(several)
+
+
+def _checked_seed(seed: Any) -> Any:
+    dtype = jnp.result_type(seed) if not isinstance(seed, str) else None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or jnp.ndim(seed) != 0:
+        raise TypeError(
+            "`remat_compress(seed=...)` must be an integer or an integer scalar array, "
+            f"but got `{seed!r}`. Of a random key take `jax.random.bits(key)`."
+        )
+    return jnp.asarray(seed).astype(jnp.uint32)

@@ -1,0 +1,173 @@
+"""A function's forward and backward programs, over one numbering of their values."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.core
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+
+from dafjax._graph import (
+    Atom,
+    Equation,
+    flatten,
+    live_equations,
+    renumber,
+    values_of,
+)
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A function and its transpose, before anything is decided about residuals.
+
+    A residual is a value that is read by `backward` but made by `forward`, or an
+    argument. All equations of `backward` depend on a cotangent; whatever in the
+    transpose does not has been moved to the end of `forward`, where it is one more thing
+    that can be kept or recomputed.
+
+    Attributes:
+        avals: Shape and dtype of every value.
+        num_arguments: The arguments are the values `0 .. num_arguments - 1`.
+        forward: The equations that do not depend on a cotangent.
+        results: What the function returns.
+        cotangents: The values that stand for the cotangents of differentiable results.
+        backward: The equations that depend on a cotangent, those needed for `gradients`.
+        gradients: The cotangents of the perturbed arguments.
+        perturbed: For every argument, whether it is differentiated.
+        differentiable: For every result, whether it has a cotangent.
+    """
+
+    avals: tuple[jax.core.ShapedArray, ...]
+    num_arguments: int
+    forward: tuple[Equation, ...]
+    results: tuple[Atom, ...]
+    cotangents: tuple[int, ...]
+    backward: tuple[Equation, ...]
+    gradients: tuple[Atom, ...]
+    perturbed: tuple[bool, ...]
+    differentiable: tuple[bool, ...]
+
+    def residuals(self) -> tuple[int, ...]:
+        """Returns what the backward pass reads of the forward pass, in order."""
+        made = {value for eqn in self.backward for value in eqn.outputs}
+        made.update(self.cotangents)
+        read = {value for eqn in self.backward for value in eqn.input_values}
+        read.update(values_of(self.gradients))
+        return tuple(sorted(read - made))
+
+
+def is_differentiable(dtype: Any) -> bool:
+    """Returns whether values of a dtype have cotangents."""
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def differentiate(closed: jex_core.ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
+    """Splits a traced function into its forward and its backward program.
+
+    Args:
+        closed: The function.
+        perturbed: For every argument, whether it is differentiated. The others cause no
+            residuals.
+
+    Returns:
+        The two programs.
+    """
+    differentiable = tuple(is_differentiable(aval.dtype) for aval in closed.out_avals)
+    traced, transposed = _trace(closed, perturbed, differentiable)
+    num_results = len(differentiable)
+    num_cotangents = sum(differentiable)
+
+    first, second = flatten(traced), flatten(transposed)
+    avals = list(first.avals)
+    forward = list(first.equations)
+    backward = []
+    # Numbers of the values of the second program in the joint numbering.
+    residuals = first.outputs[num_results:]
+    numbers: dict[int, Atom] = dict(enumerate(residuals))
+    cotangents = []
+    for value in range(len(residuals), len(residuals) + num_cotangents):
+        numbers[value] = len(avals)
+        cotangents.append(len(avals))
+        avals.append(second.avals[value])
+
+    depends = set(cotangents)
+    for eqn in live_equations(second.equations, second.outputs):
+        inputs = renumber(eqn.inputs, numbers)
+        outputs = []
+        for value in eqn.outputs:
+            numbers[value] = len(avals)
+            outputs.append(len(avals))
+            avals.append(second.avals[value])
+        joint = Equation(jaxpr=eqn.jaxpr, inputs=inputs, outputs=tuple(outputs))
+        if depends.isdisjoint(joint.input_values):
+            forward.append(joint)
+        else:
+            backward.append(joint)
+            depends.update(outputs)
+
+    return Program(
+        avals=tuple(avals),
+        num_arguments=first.num_inputs,
+        forward=tuple(forward),
+        results=first.outputs[:num_results],
+        cotangents=tuple(cotangents),
+        backward=tuple(backward),
+        gradients=renumber(second.outputs, numbers),
+        perturbed=tuple(perturbed),
+        differentiable=differentiable,
+    )
+
+
+def _trace(
+    closed: jex_core.ClosedJaxpr,
+    perturbed: Sequence[bool],
+    differentiable: Sequence[bool],
+) -> tuple[jex_core.ClosedJaxpr, jex_core.ClosedJaxpr]:
+    """Traces `arguments -> results, residuals` and `residuals, cotangents -> gradients`.
+
+    The pullback that `jax.vjp` returns is a pytree whose leaves are the residuals.
+    """
+    function = jex_core.jaxpr_as_fun(closed)
+    pullbacks: list[Callable[[Sequence[Any]], Any]] = []
+
+    def forward(*arguments: Any) -> tuple[list[Any], list[Any]]:
+        def of_perturbed(*chosen: Any) -> tuple[list[Any], list[Any]]:
+            remaining = iter(chosen)
+            results = function(
+                *(
+                    next(remaining) if moves else value
+                    for value, moves in zip(arguments, perturbed, strict=True)
+                )
+            )
+            return _where(results, differentiable), results
+
+        _, pullback, results = jax.vjp(
+            of_perturbed, *_where(arguments, perturbed), has_aux=True
+        )
+        leaves, structure = jax.tree.flatten(pullback)
+        pullbacks.append(lambda leaves: jax.tree.unflatten(structure, leaves))
+        return results, leaves
+
+    def backward(leaves: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        return pullbacks[-1](leaves)(list(cotangents))
+
+    traced = jax.make_jaxpr(forward)(*map(_abstract, closed.in_avals))
+    transposed = jax.make_jaxpr(backward)(
+        [_abstract(aval) for aval in traced.out_avals[len(differentiable) :]],
+        [_abstract(aval) for aval in _where(closed.out_avals, differentiable)],
+    )
+    return traced, transposed
+
+
+def _where(items: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    return [item for item, take in zip(items, chosen, strict=True) if take]
+
+
+def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
+    )

@@ -1,0 +1,4 @@
+"""Places where packed residuals wait for the backward pass."""
+
+from dafjax.stores._abstract import AbstractStore as AbstractStore
+from dafjax.stores._arrays import Arrays as Arrays
