@@ -1,0 +1,1 @@
+"""Plain Flax models and the program that trains them by several methods."""

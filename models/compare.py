@@ -1,0 +1,131 @@
+"""Trains the same model by several methods, each in a fresh process, and compares."""
+
+import dataclasses
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import rich.console
+import rich.table
+
+from models import plots
+from models.config import TrainConfig
+from models.run_directory import Record, RunDirectory
+
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def run(config: TrainConfig, console: rich.console.Console) -> list[Record]:
+    """Trains with every method and every seed; writes table, metrics and plots.
+
+    A fresh process per run makes its peak of resident memory its own.
+
+    Returns:
+        One result per method, averaged over seeds.
+
+    Raises:
+        ValueError: If a run fails; the process has printed the reason.
+    """
+    out = RunDirectory(config.resolved_directory)
+    out.create(dataclasses.asdict(config), resume=config.resume)
+    runs: list[Record] = []
+    records: list[Record] = []
+    for seed in range(config.seed, config.seed + config.seeds):
+        for method in config.methods:
+            name = method if config.seeds == 1 else f"{method}-seed{seed}"
+            single = dataclasses.replace(
+                config, method=method, seed=seed, out=out.path / name, compare=False
+            )
+            runs.append(_run_in_process(single, console))
+            records += RunDirectory(single.resolved_directory).read_metrics()
+    results = [_merge(m, [r for r in runs if r["method"] == m]) for m in config.methods]
+    out.write_metrics(records)
+    out.write_result({"results": results, "runs": runs})
+    of_one_seed = [r for r in records if r["seed"] == config.seed]
+    plots.plot_loss(results, of_one_seed, out.path / "loss.png")
+    plots.plot_memory(results, out.path / "memory.png")
+    console.print(make_table(config, results))
+    console.print(
+        f"Written to {out.path}: metrics.jsonl, result.json, loss.png, memory.png.",
+        markup=False,
+    )
+    return results
+
+
+def _run_in_process(config: TrainConfig, console: rich.console.Console) -> Record:
+    directory = RunDirectory(config.resolved_directory)
+    if config.resume:
+        finished = directory.read_result()
+        if finished is not None:
+            return finished
+        resume = (directory.path / "config.json").exists()
+        config = dataclasses.replace(config, resume=resume)
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    completed = subprocess.run(
+        [sys.executable, "-m", "models.train", *config.to_arguments()],
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    if completed.returncode == 130:
+        raise KeyboardInterrupt
+    result = directory.read_result()
+    if completed.returncode or result is None:
+        raise ValueError(
+            f"Training with method {config.method} ended with status "
+            f"{completed.returncode}; its message stands above."
+        )
+    return result
+
+
+def _merge(method: str, runs: Sequence[Record]) -> Record:
+    """Averages over seeds what depends on them, and takes the rest from the first."""
+    averaged = ("step_seconds", "final_loss", "test_loss", "test_accuracy")
+    means = {key: statistics.fmean(run[key] for run in runs) for key in averaged}
+    return runs[0] | means | {"num_seeds": len(runs)}
+
+
+def make_table(config: TrainConfig, results: Sequence[Record]) -> rich.table.Table:
+    """Returns the comparison; in brackets the ratio to the first method."""
+    reference = results[0]
+    seeds = f", mean of {config.seeds} seeds" if config.seeds > 1 else ""
+    table = rich.table.Table(
+        title=(
+            f"{config.model}, width {config.width} "
+            f"({reference['num_params'] / 1e6:.2f} M parameters), {config.data}, "
+            f"batch {config.batch}, {config.epochs} epochs{seeds}"
+        ),
+        caption="In brackets: the first row, divided by this row (time: inverse).",
+    )
+    table.add_column("Method")
+    for title in (
+        "Step time",
+        "Compiled temp",
+        "Saved residuals",
+        "Peak RSS",
+        "Final loss",
+        "Test accuracy",
+    ):
+        table.add_column(title, justify="right")
+    for result in results:
+        table.add_row(
+            result["label"],
+            f"{result['step_seconds'] * 1e3:.0f} ms "
+            f"({result['step_seconds'] / reference['step_seconds']:.2f}x)",
+            _megabytes(result, reference, "temp_nbytes"),
+            _megabytes(result, reference, "residual_nbytes"),
+            _megabytes(result, reference, "peak_resident_nbytes"),
+            f"{result['final_loss']:.4f}",
+            f"{result['test_accuracy']:.2%}",
+        )
+    return table
+
+
+def _megabytes(result: Record, reference: Record, key: str) -> str:
+    if result[key] is None:
+        return "unknown"
+    ratio = f" ({reference[key] / result[key]:.1f}x)" if result[key] else ""
+    return f"{result[key] / 1e6:.1f} MB{ratio}"

@@ -1,0 +1,87 @@
+"""The plots of a run directory, as PNG files."""
+
+import pathlib
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from models.run_directory import Record
+
+
+# Lines that coincide stay visible: later ones are thinner and broken.
+_LINES = (
+    {"linewidth": 4.0, "alpha": 0.35},
+    {"linewidth": 2.0, "linestyle": "--"},
+    {"linewidth": 2.0, "linestyle": ":"},
+    {"linewidth": 1.4},
+    {"linewidth": 1.4, "linestyle": "-."},
+)
+
+_MEMORY_PANELS = (
+    ("residual_nbytes", "Saved residuals"),
+    ("temp_nbytes", "Compiled temporaries"),
+    ("peak_resident_nbytes", "Peak resident memory"),
+)
+
+
+def plot_loss(
+    results: Sequence[Record], records: Sequence[Record], path: pathlib.Path
+) -> None:
+    """Draws training loss by step and test accuracy by epoch, one line per method.
+
+    Args:
+        results: One per method, in the order of the legend.
+        records: Metrics of the runs of one seed.
+        path: The PNG file to write.
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    for index, result in enumerate(results):
+        line = {"color": f"C{index}", **_LINES[index % len(_LINES)]}
+        mine = [r for r in records if r["method"] == result["method"]]
+        steps = [r for r in mine if r["kind"] == "step"]
+        epochs = [r for r in mine if r["kind"] == "epoch"]
+        loss_axes.plot(
+            [r["step"] for r in steps],
+            [r["loss"] for r in steps],
+            label=result["label"],
+            **line,
+        )
+        accuracy_axes.plot(
+            [r["epoch"] for r in epochs],
+            [100 * r["test_accuracy"] for r in epochs],
+            marker="o",
+            markersize=4,
+            **line,
+        )
+    loss_axes.set(xlabel="Step", ylabel="Training loss", yscale="log")
+    accuracy_axes.set(xlabel="Epoch", ylabel="Test accuracy (%)")
+    accuracy_axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (loss_axes, accuracy_axes):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    loss_axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_memory(results: Sequence[Record], path: pathlib.Path) -> None:
+    """Draws one bar per method for each kind of memory, in MB.
+
+    Args:
+        results: One per method, in order from the top.
+        path: The PNG file to write.
+    """
+    figure = Figure(figsize=(11, 1.2 + 0.45 * len(results)), layout="constrained")
+    all_axes = figure.subplots(1, len(_MEMORY_PANELS), sharey=True)
+    labels = [result["label"] for result in results]
+    colors = [f"C{index}" for index in range(len(results))]
+    for axes, (key, title) in zip(all_axes, _MEMORY_PANELS, strict=True):
+        megabytes = [(result[key] or 0) / 1e6 for result in results]
+        bars = axes.barh(range(len(results)), megabytes, color=colors, height=0.7)
+        axes.bar_label(bars, fmt="{:.4g}", padding=3)
+        axes.set_title(f"{title} (MB)", fontsize=11)
+        axes.set_xlim(0, 1.2 * max([*megabytes, 1e-3]))
+        axes.set_yticks(range(len(results)), labels)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].invert_yaxis()
+    figure.savefig(path, dpi=150)

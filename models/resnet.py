@@ -1,0 +1,145 @@
+"""Residual networks for image classification, in plain Flax Linen.
+
+He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition,
+https://arxiv.org/abs/1512.03385. `wrap_block` is injected, so that every method of
+saving memory runs on the very same model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+WrapBlock = Callable[[type[nn.Module]], type[nn.Module]]
+
+
+def no_wrapping(block: type[nn.Module]) -> type[nn.Module]:
+    """Returns the block class as it is."""
+    return block
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNetConfig:
+    """The shape of a residual network.
+
+    Attributes:
+        stage_sizes: The number of blocks in each stage; each stage after the first
+            halves the image and doubles the filters.
+        num_classes: The number of logits.
+        num_filters: Filters of the first stage. 64 is the width of the paper.
+        stem: `"cifar"` is one 3x3 convolution that keeps the image size (section 4.2
+            of the paper), `"imagenet"` a strided 7x7 convolution and a max-pool.
+    """
+
+    stage_sizes: tuple[int, ...]
+    num_classes: int = 10
+    num_filters: int = 64
+    stem: Literal["cifar", "imagenet"] = "cifar"
+
+    def __post_init__(self) -> None:
+        if not self.stage_sizes or min(self.stage_sizes) < 1:
+            raise ValueError(
+                "`stage_sizes` must hold at least one block for each stage, but got "
+                f"{self.stage_sizes}."
+            )
+        if self.num_filters < 1:
+            raise ValueError(
+                f"`num_filters` must be at least 1, but got {self.num_filters}."
+            )
+        if self.num_classes < 1:
+            raise ValueError(
+                f"`num_classes` must be at least 1, but got {self.num_classes}."
+            )
+        if self.stem not in ("cifar", "imagenet"):
+            raise ValueError(
+                f"`stem` must be 'cifar' or 'imagenet', but got {self.stem!r}."
+            )
+
+
+def _batch_norm(train: bool, name: str, **options: object) -> nn.BatchNorm:
+    # Momentum 0.9 lets the running statistics settle within some thirty steps, so
+    # that short runs evaluate on them sensibly.
+    return nn.BatchNorm(
+        use_running_average=not train, momentum=0.9, epsilon=1e-5, name=name, **options
+    )
+
+
+def _conv(num_filters: int, size: int, strides: int, name: str) -> nn.Conv:
+    margin = size // 2
+    return nn.Conv(
+        num_filters,
+        (size, size),
+        strides=(strides, strides),
+        padding=[(margin, margin), (margin, margin)],
+        use_bias=False,
+        kernel_init=nn.initializers.he_normal(),
+        name=name,
+    )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut (the paper's figure 2).
+
+    `train` is a field, not an argument of the call, so that a wrapper sees a function
+    of arrays only.
+    """
+
+    num_filters: int
+    strides: int
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        # x: [batch, height, width, channels]
+        y = _conv(self.num_filters, 3, self.strides, "conv1")(x)
+        y = nn.relu(_batch_norm(self.train, "norm1")(y))
+        y = _conv(self.num_filters, 3, 1, "conv2")(y)
+        # A zero scale makes each block an identity at the start, which trains faster:
+        # Goyal et al., https://arxiv.org/abs/1706.02677, section 5.1.
+        y = _batch_norm(self.train, "norm2", scale_init=nn.initializers.zeros)(y)
+        if x.shape != y.shape:
+            x = _conv(self.num_filters, 1, self.strides, "shortcut")(x)
+            x = _batch_norm(self.train, "shortcut_norm")(x)
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """A residual network; its blocks are of class `wrap_block(ResidualBlock)`."""
+
+    config: ResNetConfig
+    wrap_block: WrapBlock = no_wrapping
+
+    @nn.compact
+    def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
+        """Maps images [batch, height, width, channels] to logits [batch, classes]."""
+        block_class = self.wrap_block(ResidualBlock)
+        x = self._stem(images, train)
+        for stage, num_blocks in enumerate(self.config.stage_sizes):
+            for index in range(num_blocks):
+                # Blocks carry explicit names: initial weights depend on the names, and
+                # a wrapper may change those that Flax would choose.
+                x = block_class(
+                    num_filters=self.config.num_filters * 2**stage,
+                    strides=2 if stage > 0 and index == 0 else 1,
+                    train=train,
+                    name=f"stage{stage + 1}_block{index + 1}",
+                )(x)
+        x = jnp.mean(x, axis=(1, 2))  # [batch, channels]
+        return nn.Dense(self.config.num_classes, name="head")(x)
+
+    def _stem(self, images: jax.Array, train: bool) -> jax.Array:
+        if self.config.stem == "cifar":
+            x = _conv(self.config.num_filters, 3, 1, "stem")(images)
+            return nn.relu(_batch_norm(train, "stem_norm")(x))
+        x = _conv(self.config.num_filters, 7, 2, "stem")(images)
+        x = nn.relu(_batch_norm(train, "stem_norm")(x))
+        return nn.max_pool(x, (3, 3), strides=(2, 2), padding=[(1, 1), (1, 1)])
+
+
+resnet18 = functools.partial(ResNetConfig, stage_sizes=(2, 2, 2, 2))
+resnet34 = functools.partial(ResNetConfig, stage_sizes=(3, 4, 6, 3))
