@@ -8,6 +8,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
+_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +105,14 @@ def leaf_numbers(call: Call, positions: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def _holds_objects(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.dtype.hasobject
+
+
 def check_arrays(call: Call) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]:
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
-            if not (isinstance(leaf, np.ndarray) and leaf.dtype == object):
-                continue
+        if isinstance(leaf, _ARRAY_TYPES) and not _holds_objects(leaf):
+            continue
         where = jax.tree_util.keystr(path[1:])
         group = "args" if path[0].idx == 0 else "kwargs"
         raise TypeError(

@@ -123,7 +123,7 @@ class _Derivative:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Rule:
-    """Carries the derivative from the forward to the backward rule, in the structure."""
+    """Carries the derivative from forward to backward rule in the tree structure."""
 
     derivative: _Derivative
 

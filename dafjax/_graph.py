@@ -85,8 +85,8 @@ class Equation:
 class Graph:
     """A flat, closed program.
 
-    Invariant: equations stand in an order in which they can be evaluated, and values are
-    numbered in the order in which they are made; the inputs come first.
+    Invariant: equations stand in an order in which they can be evaluated, and values
+    are numbered in the order in which they are made; the inputs come first.
 
     Attributes:
         avals: Shape and dtype of every value.

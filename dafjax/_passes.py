@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from dafjax._graph import Atom, Constant, evaluate, live_equations, values_of
 from dafjax._native import tie
 from dafjax._plan import Plan
+from dafjax._primitives import is_cheap
 from dafjax._schedule import Step, last_uses
 from dafjax._typing import ArrayTree
-from dafjax.policies import is_cheap
 from dafjax.stores import AbstractStore
 
 
@@ -24,8 +24,8 @@ class Ties:
     Attributes:
         forward: Ties of a value with its packed form, before it is used on. Without
             them packing is put off until the backward pass.
-        cotangent: The dependency of unpacking on the backward pass. Without it residuals
-            are unpacked as soon as they are packed.
+        cotangent: The dependency of unpacking on the backward pass. Without it
+            residuals are unpacked as soon as they are packed.
         outgoing: Ties of what a stretch of the backward pass computed with the start of
             the next one. Without them small reductions are put off, and their operands
             live on.
@@ -54,8 +54,8 @@ def run_forward(
         seed: Seed of the rounding noise, a uint32 scalar.
 
     Returns:
-        The results, exact, and for each of `plan.kept` its handle or, if it has no codec,
-        its value.
+        The results, exact, and for each of `plan.kept` its handle or, if it has no
+        codec, its value.
     """
     program = plan.program
     kept = {item.value: (site, item) for site, item in enumerate(plan.kept)}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dafjax._graph import Equation, live_equations
+from dafjax._primitives import is_cheap
 from dafjax._residuals import Program
 from dafjax.codecs import AbstractCodec
 from dafjax.policies import (
@@ -17,7 +18,6 @@ from dafjax.policies import (
     Recompute,
     Residual,
     Save,
-    is_cheap,
 )
 
 

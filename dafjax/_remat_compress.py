@@ -44,12 +44,12 @@ def remat_compress(
     Used like `jax.checkpoint`, on one block or round a whole loss, as a call or as a
     decorator. Where `jax.checkpoint` computes the forward pass again, this keeps the
     outputs of expensive operations in codes of `bits` bits and recomputes only what is
-    cheap from them. Results are never quantized (they can differ from the function's own
-    by float rounding, where XLA fuses differently); gradients have a small, by default
-    unbiased, error. Without differentiation it is the function itself.
+    cheap from them. Results are never quantized (they can differ from the function's
+    own by float rounding, where XLA fuses differently); gradients have a small, by
+    default unbiased, error. Without differentiation it is the function itself.
 
-    Only inputs that are differentiated cause residuals; arguments that the backward pass
-    needs are used as they are, never quantized.
+    Only inputs that are differentiated cause residuals; arguments that the backward
+    pass needs are used as they are, never quantized.
 
     Args:
         fun: The function. Its arguments and results are pytrees of arrays.
@@ -252,7 +252,8 @@ def _checked_codec(bits: Any) -> Affine | None:
         )
     if bits not in _BITS:
         raise ValueError(
-            f"`remat_compress(bits=...)` must be None or one of {_BITS}, but got {bits}."
+            f"`remat_compress(bits=...)` must be None or one of {_BITS}, but got "
+            f"{bits}."
         )
     return Affine(bits=int(bits))
 
@@ -262,8 +263,9 @@ def _checked_store(store: Any) -> AbstractStore:
         return Arrays()
     if not isinstance(store, AbstractStore):
         raise TypeError(
-            f"`remat_compress(store=...)` must be a store or `None`, but got `{store!r}` "
-            f"of type `{type(store).__name__}`. Use `dafjax.stores.Arrays()`."
+            f"`remat_compress(store=...)` must be a store or `None`, but got "
+            f"`{store!r}` of type `{type(store).__name__}`. Use "
+            "`dafjax.stores.Arrays()`."
         )
     return store
 
@@ -274,8 +276,8 @@ def _checked_numbers(name: str, numbers: Any) -> tuple[int, ...]:
         isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in several
     ):
         raise TypeError(
-            f"`remat_compress({name}=...)` must be an int or a sequence of ints, but got "
-            f"`{numbers!r}`."
+            f"`remat_compress({name}=...)` must be an int or a sequence of ints, "
+            f"but got `{numbers!r}`."
         )
     return tuple(int(n) for n in several)
 

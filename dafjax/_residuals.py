@@ -26,8 +26,8 @@ class Program:
 
     A residual is a value that is read by `backward` but made by `forward`, or an
     argument. All equations of `backward` depend on a cotangent; whatever in the
-    transpose does not has been moved to the end of `forward`, where it is one more thing
-    that can be kept or recomputed.
+    transpose does not has been moved to the end of `forward`, where it is one more
+    thing that can be kept or recomputed.
 
     Attributes:
         avals: Shape and dtype of every value.
@@ -35,7 +35,8 @@ class Program:
         forward: The equations that do not depend on a cotangent.
         results: What the function returns.
         cotangents: The values that stand for the cotangents of differentiable results.
-        backward: The equations that depend on a cotangent, those needed for `gradients`.
+        backward: The equations that depend on a cotangent, those needed for
+        `gradients`.
         gradients: The cotangents of the perturbed arguments.
         perturbed: For every argument, whether it is differentiated.
         differentiable: For every result, whether it has a cotangent.
@@ -127,7 +128,7 @@ def _trace(
     perturbed: Sequence[bool],
     differentiable: Sequence[bool],
 ) -> tuple[jex_core.ClosedJaxpr, jex_core.ClosedJaxpr]:
-    """Traces `arguments -> results, residuals` and `residuals, cotangents -> gradients`.
+    """Traces arguments -> results, residuals and residuals, cotangents -> gradients.
 
     The pullback that `jax.vjp` returns is a pytree whose leaves are the residuals.
     """

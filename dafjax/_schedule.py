@@ -1,4 +1,4 @@
-"""The order of the backward pass: what is unpacked and recomputed when, and what is tied.
+"""The order of the backward pass: what is unpacked, recomputed and tied when.
 
 XLA is free to run anything whose operands are ready. Left alone it unpacks a residual
 right after it was packed, broadcasts a small one long before it is needed, or keeps two
@@ -6,16 +6,16 @@ arrays alive to save a small reduction for later; each costs the memory that pac
 to save. An order can only be forced by a data dependency that it cannot see through: a
 `tie`, a custom call that returns its operands and, for all XLA knows, needs them all.
 
-So the backward pass is cut into stretches. A stretch begins before an expensive equation,
-and before the first unpacking after one. There, one tie takes
+So the backward pass is cut into stretches. A stretch begins before an expensive
+equation, and before the first unpacking after one. There, one tie takes
 
 - all cotangents computed in the stretch before that are still needed: whatever was read
   to compute them is dead from there on;
 - what was saved as it is and is read in the stretch that begins;
 - a token, on which every unpacking of the stretch depends.
 
-What was unpacked is forgotten at the end of a stretch; a later use unpacks it again, which
-costs less than keeping it.
+What was unpacked is forgotten at the end of a stretch; a later use unpacks it again,
+which costs less than keeping it.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from typing import final
 
 from dafjax._graph import Atom, Equation, values_of
 from dafjax._plan import Plan
-from dafjax.policies import is_cheap
+from dafjax._primitives import is_cheap
 
 
 @final

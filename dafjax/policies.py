@@ -6,6 +6,7 @@ from typing import TypeAlias, final
 
 import jax.numpy as jnp
 
+from dafjax._primitives import is_cheap, is_continuous
 from dafjax.codecs import AbstractCodec, Bitmask
 
 
@@ -47,7 +48,8 @@ class Residual:
         dtype: Its dtype.
         primitive: The primitive that makes it, or `"argument"`.
         reduced_from: The number of elements of the largest operand of that primitive.
-        known: Whether it follows from arguments and constants by cheap operations alone.
+        known: Whether it follows from arguments and constants by cheap operations
+        alone.
         sources: How many compressed values would have to be unpacked to recompute it.
     """
 
@@ -95,21 +97,12 @@ class AbstractPolicy(abc.ABC):
         """
 
 
-# Cheap enough to run again, and continuous in their floating-point operands, so that
-# an operand with a small error gives a result with a small error.
-_CHEAP = frozenset(
-    ["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "broadcast_in_dim", "cbrt", "clamp", "concatenate", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "device_put", "div", "dynamic_slice", "dynamic_update_slice", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "full_like", "gather", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pad", "pow", "real", "real_pcast", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_prod", "reduce_sum", "reduce_window_max", "reduce_window_sum", "reshape", "rev", "rsqrt", "scatter", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sin", "sinh", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose", "xor"]
-)
-
-# Outputs jump where the operand moves a little.
-_DISCONTINUOUS = frozenset({"ceil", "floor", "rem", "round", "sign"})
-
 _CODED_DTYPES = frozenset(
     jnp.dtype(dtype) for dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
 )
 
-# A raw value this many times smaller than what it was reduced from costs no more than the
-# codes of that would at 2 bits of 32.
+# A raw value this many times smaller than what it was reduced from costs no more than
+# the codes of that would at 2 bits of 32.
 _REDUCTION = 16
 
 
@@ -124,12 +117,12 @@ class CompressExpensive(AbstractPolicy):
       saved as they are: recomputing statistics from codes costs accuracy
       (ResNet-18 on digits lost 2.3 points at 2 bits).
     - Boolean arrays (comparison masks) are kept as exact bits.
-    - A value whose recomputation would unpack more than `max_sources` compressed values,
-      such as the output of a residual connection after another one, is compressed
-      itself, so that chains stay short.
+    - A value whose recomputation would unpack more than `max_sources` compressed
+      values, such as the output of a residual connection after another one, is
+      compressed itself, so that chains stay short.
     - What follows cheaply from the arguments alone is recomputed.
-    - Integers that depend on compressed values, float64, complex numbers and random keys
-      are saved as they are.
+    - Integers that depend on compressed values, float64, complex numbers and random
+      keys are saved as they are.
 
     Attributes:
         codec: How floating-point values are packed. `None`: by the `bits` of
@@ -140,7 +133,8 @@ class CompressExpensive(AbstractPolicy):
     Example:
         >>> import dafjax
         >>> policy = dafjax.policies.CompressExpensive(dafjax.codecs.Affine(bits=4))
-        >>> loss = dafjax.remat_compress(lambda w, x: ((x @ w) ** 2).sum(), policy=policy)
+        >>> dafjax.remat_compress(lambda x: (x * x).sum(), policy=policy)(2.0)
+        Array(4., dtype=float32, weak_type=True)
     """
 
     codec: AbstractCodec | None = None
@@ -157,12 +151,13 @@ class CompressExpensive(AbstractPolicy):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(
-                    f"`CompressExpensive({name}=...)` must be an int, but got `{value!r}`."
+                    f"`CompressExpensive({name}=...)` must be an int, but got "
+                    f"`{value!r}`."
                 )
             if value < least:
                 raise ValueError(
-                    f"`CompressExpensive({name}=...)` must be at least {least}, but got "
-                    f"{value}."
+                    f"`CompressExpensive({name}=...)` must be at least {least}, but "
+                    f"got {value}."
                 )
 
     def __call__(self, residual: Residual) -> Decision:
@@ -170,14 +165,14 @@ class CompressExpensive(AbstractPolicy):
             return Recompute()
         if residual.nbytes <= self.min_nbytes:
             return Save()
-        if residual.dtype == jnp.bool_:
-            return Compress(Bitmask())
-        cheap = residual.primitive in _CHEAP
+        cheap = is_cheap(residual.primitive)
         if not residual.is_floating:
-            return Recompute() if cheap and residual.sources == 0 else Save()
+            if cheap and residual.sources == 0:
+                return Recompute()
+            return Compress(Bitmask()) if residual.dtype == jnp.bool_ else Save()
         if cheap and residual.num_elements * _REDUCTION <= residual.reduced_from:
             return Save()
-        if cheap and residual.sources <= self.max_sources:
+        if is_continuous(residual.primitive) and residual.sources <= self.max_sources:
             return Recompute()
         return Compress(self.codec)
 
@@ -189,8 +184,3 @@ class SaveAll(AbstractPolicy):
 
     def __call__(self, residual: Residual) -> Decision:
         return Recompute() if residual.known else Save()
-
-
-def is_cheap(primitive: str) -> bool:
-    """Returns whether recomputing an operation costs little."""
-    return primitive in _CHEAP or primitive in _DISCONTINUOUS

@@ -1,0 +1,55 @@
+"""What is known of JAX's primitives: which are cheap to run again, which jump."""
+
+# Continuous in every operand: a small error of an operand is a small error of the
+# result.
+_ELEMENTWISE = frozenset(
+    [
+        *("abs", "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2"),
+        *("atanh", "cbrt", "clamp", "conj", "convert_element_type", "copy", "copy_p"),
+        *("cos", "cosh", "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1"),
+        *("imag", "integer_pow", "lgamma", "log", "log1p", "logistic", "max", "min"),
+        *("mul", "neg", "pow", "real", "reduce_precision", "rsqrt", "select_n", "sin"),
+        *("sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh"),
+    ]
+)
+
+# Results are booleans or integers, or jump where an operand moves a little.
+_DISCONTINUOUS = frozenset(
+    [
+        *("and", "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne"),
+        *("nextafter", "not", "or", "rem", "round", "shift_left", "sign", "xor"),
+        *("shift_right_arithmetic", "shift_right_logical"),
+    ]
+)
+
+_REARRANGING = frozenset(
+    [
+        *("broadcast_in_dim", "concatenate", "device_put", "dynamic_slice"),
+        *("dynamic_update_slice", "expand_dims", "full_like", "gather", "iota", "pad"),
+        *("reshape", "rev", "scatter", "slice", "split", "squeeze", "transpose"),
+    ]
+)
+
+_REDUCING = frozenset(
+    [
+        *("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce_and"),
+        *("reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"),
+        *("reduce_window_max", "reduce_window_sum"),
+    ]
+)
+
+_CHEAP = _ELEMENTWISE | _DISCONTINUOUS | _REARRANGING | _REDUCING
+
+
+def is_cheap(primitive: str) -> bool:
+    """Returns whether running an operation again costs little beside a product.
+
+    Everything unknown counts as expensive: matrix products, convolutions, loops, sorts,
+    random bits, custom calls.
+    """
+    return primitive in _CHEAP
+
+
+def is_continuous(primitive: str) -> bool:
+    """Returns whether a small error of an operand stays small in a floating result."""
+    return primitive in _CHEAP - _DISCONTINUOUS

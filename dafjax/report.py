@@ -1,0 +1,147 @@
+"""What wrapped functions keep for the backward pass, as a table."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+
+from dafjax._derivative import record_plans
+from dafjax._plan import Kept
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class SavedResiduals:
+    """What is kept of the functions that `remat_compress` wraps.
+
+    Attributes:
+        kept: Every value that waits for the backward pass, in order.
+    """
+
+    kept: tuple[Kept, ...]
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes the kept values have as ordinary arrays."""
+        return sum(item.raw_nbytes for item in self.kept)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes they take while they wait."""
+        return sum(item.stored_nbytes for item in self.kept)
+
+    def __str__(self) -> str:
+        header = ("name", "value", "decision", "raw", "stored", "source")
+        rows = [_row(item) for item in self.kept]
+        total = f"{len(rows)} residuals"
+        ratio = self.raw_nbytes / self.stored_nbytes if self.stored_nbytes else 1.0
+        summary = (
+            total,
+            "",
+            f"{ratio:.1f}x smaller",
+            _readable(self.raw_nbytes),
+            _readable(self.stored_nbytes),
+            "",
+        )
+        table = [header, *rows, summary]
+        widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+        right = {header.index("raw"), header.index("stored")}
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if i in right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in table
+        )
+
+
+def saved_residuals(
+    fun: Callable[..., Any], *args: Any, **kwargs: Any
+) -> SavedResiduals:
+    """Lists what wrapped functions keep when a function is differentiated.
+
+    Nothing is computed. Every argument counts as differentiated; close over those that
+    are not. What is kept inside a loop is listed once, for one iteration.
+
+    Args:
+        fun: A function made by `remat_compress`, or one that calls such functions.
+        *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What is kept.
+
+    Raises:
+        ValueError: `fun` keeps nothing by way of `remat_compress`.
+
+    Example:
+        >>> import dafjax, jax.numpy as jnp
+        >>> f = dafjax.remat_compress(lambda w, x: jnp.sum(jnp.sin(x @ w)))
+        >>> w, x = jnp.ones((256, 256)), jnp.ones((256, 256))
+        >>> dafjax.saved_residuals(lambda w: f(w, x), w).stored_nbytes
+        17408
+    """
+
+    def differentiated(args: Any, kwargs: Any) -> Any:
+        _, pullback = jax.vjp(lambda args: fun(*args, **kwargs), args)
+        return pullback
+
+    with record_plans() as plans:
+        jax.eval_shape(differentiated, args, kwargs)
+    if not plans:
+        raise ValueError(
+            f"`saved_residuals(fun)`: `{getattr(fun, '__name__', fun)!s}` calls no "
+            "function wrapped by `remat_compress` (or one with `bits=None`). Wrap it "
+            "first: `saved_residuals(remat_compress(fun), *args)`."
+        )
+    return SavedResiduals(tuple(item for plan in plans for item in plan.kept))
+
+
+def print_saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Prints what `saved_residuals` lists: one line for each residual, and totals.
+
+    A line has the place in the model, shape and dtype, what was decided, bytes raw and
+    stored, and the user's line that made the value.
+
+    Args:
+        fun: A function made by `remat_compress`, or one that calls such functions.
+        *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        ValueError: `fun` keeps nothing by way of `remat_compress`.
+    """
+    print(saved_residuals(fun, *args, **kwargs))
+
+
+def _row(item: Kept) -> tuple[str, ...]:
+    dtype = getattr(item.dtype, "name", str(item.dtype))
+    return (
+        _place(item),
+        f"{dtype}[{','.join(map(str, item.shape))}]",
+        "save" if item.codec is None else f"compress {item.codec}",
+        _readable(item.raw_nbytes),
+        _readable(item.stored_nbytes),
+        item.source,
+    )
+
+
+def _place(item: Kept) -> str:
+    """Returns the place in the model, without the names of transformations."""
+    name = item.name
+    while (plain := re.sub(r"\b\w+\(([^()]*)\)", r"\1", name)) != name:
+        name = plain
+    return "/".join(part for part in (*name.split("/"), item.primitive) if part)
+
+
+def _readable(nbytes: int) -> str:
+    """Returns bytes in binary units, with three digits or so."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    for unit in ("KiB", "MiB"):
+        nbytes /= 1024
+        if nbytes < 1024:
+            return f"{nbytes:.1f} {unit}"
+    return f"{nbytes / 1024:.1f} GiB"
