@@ -162,7 +162,7 @@ def _pack_attributes(*, bits: int, block_size: int, stochastic: bool) -> dict[st
     return {
         "bits": np.int64(bits),
         "block_size": np.int64(block_size),
-        "stochastic": np.bool_(stochastic),
+        "stochastic": np.int64(stochastic),
     }
 
 
