@@ -1,0 +1,114 @@
+"""What is kept of a function, with bytes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dafjax._plan import make_plan
+from dafjax._residuals import differentiate
+from dafjax.codecs import Affine, Bitmask
+from dafjax.policies import AbstractPolicy, CompressExpensive, SaveAll
+from tests import networks
+
+
+def plan_of(f, *arguments, policy=None, perturbed=None, activations=()):
+    leaves, structure = jax.tree.flatten(arguments)
+    closed = jax.make_jaxpr(lambda *x: f(*jax.tree.unflatten(structure, x)))(*leaves)
+    return make_plan(
+        differentiate(closed, perturbed or [True] * len(leaves)),
+        policy=policy or CompressExpensive(min_nbytes=256),
+        codec=Affine(bits=2),
+        activations=activations,
+    )
+
+
+def compressed(plan):
+    return [item for item in plan.kept if item.codec is not None]
+
+
+def test_a_conv_norm_relu_block_keeps_one_tensor_in_codes_and_one_mask(key):
+    p, x = networks.conv_example(key, depth=1)
+    plan = plan_of(lambda p: networks.conv_loss(p, x), p)
+    kinds = [(item.primitive, type(item.codec)) for item in compressed(plan)]
+    assert kinds == [("conv_general_dilated", Affine), ("gt", Bitmask)]
+
+
+def test_statistics_of_a_norm_are_saved_as_they_are(key):
+    p, x = networks.conv_example(key, depth=1)
+    plan = plan_of(lambda p: networks.conv_loss(p, x), p)
+    raw = [item for item in plan.kept if item.codec is None]
+    assert raw
+    assert all(item.like.size <= 16 for item in raw)
+
+
+def test_a_residual_connection_is_kept_where_the_chain_grows_long(key):
+    p, x = networks.conv_example(key, depth=6)
+    plan = plan_of(lambda p, x: networks.conv_loss(p, x), p, x, perturbed=None)
+    adds = [item for item in compressed(plan) if item.primitive == "add"]
+    assert 1 <= len(adds) <= 3
+
+
+def test_arguments_are_never_kept(key):
+    p = networks.mlp_params(key)
+    x = jax.random.normal(key, (64, 64))
+    plan = plan_of(networks.mlp_loss, p, x)
+    assert all(item.value >= plan.program.num_arguments for item in plan.kept)
+    assert plan.arguments
+
+
+def test_an_activation_argument_is_kept_in_codes(key):
+    p, x = networks.conv_example(key, depth=1)
+    number = len(jax.tree.leaves(p))
+    plan = plan_of(networks.conv_loss, p, x, activations=[number])
+    assert ("argument", number) in [(k.primitive, k.value) for k in compressed(plan)]
+    assert number not in plan.arguments
+
+
+def test_bytes_of_a_plan_are_those_of_the_packed_layout(key):
+    p, x = networks.conv_example(key, depth=1, batch=4)
+    plan = plan_of(lambda p: networks.conv_loss(p, x), p)
+    codes, mask = compressed(plan)
+    n = 4 * 16 * 16 * 16
+    assert codes.stored_nbytes == n * 2 // 8 + 2 * 2 * n // 256
+    assert mask.stored_nbytes == n // 8
+    assert codes.raw_nbytes == 4 * n
+
+
+def test_what_is_shared_by_two_consumers_is_kept_once(key):
+    w = jax.random.normal(key, (64, 64))
+
+    def f(w, x):
+        y = x @ w
+        return (jnp.sin(y) @ w).sum() + (jnp.tanh(y) @ w).sum()
+
+    plan = plan_of(f, w, jnp.ones((32, 64)), perturbed=[True, False])
+    assert [item.primitive for item in compressed(plan)] == ["dot_general"]
+
+
+def test_saving_all_keeps_what_jax_keeps(key):
+    p, x = networks.conv_example(key, depth=2)
+    plan = plan_of(lambda p: networks.conv_loss(p, x), p, policy=SaveAll())
+    assert not plan.compresses
+
+
+def test_an_integer_that_depends_on_codes_is_saved_exactly(key):
+    w = jax.random.normal(key, (64, 64))
+
+    def f(w, x):
+        y = x @ w
+        order = jnp.argsort(y, axis=1)
+        return jnp.take_along_axis(y, order, axis=1)[:, :32].sum()
+
+    plan = plan_of(f, w, jnp.ones((32, 64)), perturbed=[True, False])
+    integers = [k for k in plan.kept if jnp.issubdtype(k.dtype, jnp.integer)]
+    assert integers
+    assert all(k.codec is None for k in integers)
+
+
+def test_a_policy_that_returns_something_else_is_named():
+    class Odd(AbstractPolicy):
+        def __call__(self, residual):
+            return "compress"
+
+    with pytest.raises(TypeError, match="`policy` must return `Save.*'compress'"):
+        plan_of(lambda x: jnp.sin(x) @ x, jnp.ones(64), policy=Odd())

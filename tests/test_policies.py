@@ -1,0 +1,93 @@
+"""Decisions about residuals, without running anything."""
+
+import jax.numpy as jnp
+import pytest
+
+from dafjax.codecs import Affine, Bitmask
+from dafjax.policies import (
+    Compress,
+    CompressExpensive,
+    Recompute,
+    Residual,
+    Save,
+    SaveAll,
+)
+
+
+def residual(
+    primitive, shape=(64, 1024), dtype=jnp.float32, *, operand=0, known=False, sources=1
+):
+    return Residual(
+        shape=shape,
+        dtype=jnp.dtype(dtype),
+        primitive=primitive,
+        reduced_from=operand,
+        known=known,
+        sources=sources,
+    )
+
+
+@pytest.mark.parametrize(
+    ("described", "decision"),
+    [
+        (residual("dot_general"), Compress()),
+        (residual("conv_general_dilated", dtype=jnp.bfloat16), Compress()),
+        (residual("scan"), Compress()),
+        (residual("a custom call nobody knows"), Compress()),
+        (residual("tanh"), Recompute()),
+        (residual("add", sources=2), Recompute()),
+        # A third unpacked value would have to live at the same time.
+        (residual("add", sources=3), Compress()),
+        # Jumps where the operand moves a little: recomputing would flip it.
+        (residual("sign"), Compress()),
+        (residual("gt", dtype=jnp.bool_), Compress(Bitmask())),
+        # Follows from exact values: exact again.
+        (residual("gt", dtype=jnp.bool_, sources=0), Recompute()),
+        (residual("argmax", dtype=jnp.int32), Save()),
+        (residual("convert_element_type", dtype=jnp.int32), Save()),
+        (residual("convert_element_type", dtype=jnp.int32, sources=0), Recompute()),
+        (residual("dot_general", dtype=jnp.float64), Save()),
+        (residual("mul", dtype=jnp.complex64), Save()),
+        # The mean over the last of 32 columns or more costs less raw than in codes.
+        (residual("reduce_sum", (64, 1024), operand=64 * 1024 * 16), Save()),
+        (residual("reduce_sum", (64, 1024), operand=64 * 1024 * 8), Recompute()),
+        (residual("dot_general", (16, 256)), Save()),
+        (residual("dot_general", (17, 256)), Compress()),
+        (residual("rev", known=True), Recompute()),
+        (residual("argument"), Compress()),
+    ],
+)
+def test_compress_expensive_decides(described, decision):
+    assert CompressExpensive()(described) == decision
+
+
+def test_the_policy_s_codec_goes_before_the_default():
+    policy = CompressExpensive(Affine(bits=4))
+    assert policy(residual("dot_general")) == Compress(Affine(bits=4))
+
+
+def test_saving_all_saves_what_does_not_follow_from_arguments():
+    assert SaveAll()(residual("tanh")) == Save()
+    assert SaveAll()(residual("rev", known=True)) == Recompute()
+
+
+def test_policies_are_hashable_data():
+    assert hash(CompressExpensive()) == hash(CompressExpensive())
+    assert CompressExpensive(max_sources=3) != CompressExpensive()
+    assert repr(CompressExpensive(min_nbytes=7)) == (
+        "CompressExpensive(codec=None, max_sources=2, min_nbytes=7)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"codec": 2}, TypeError, r"codec=\.\.\.\).*got `2`.*Affine\(bits=2\)"),
+        ({"max_sources": 0}, ValueError, r"max_sources=\.\.\.\).*at least 1.*got 0"),
+        ({"max_sources": 1.5}, TypeError, r"max_sources=\.\.\.\).*int.*1\.5"),
+        ({"min_nbytes": -1}, ValueError, r"min_nbytes=\.\.\.\).*at least 0.*got -1"),
+    ],
+)
+def test_a_bad_option_is_named_with_its_value(options, error, message):
+    with pytest.raises(error, match=message):
+        CompressExpensive(**options)
