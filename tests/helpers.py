@@ -1,0 +1,98 @@
+"""What several test files share: codecs, descriptions, hostile data, bits."""
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from dafjax.codecs import AbstractCodec, Affine, Bitmask
+
+
+AFFINE_CODECS: tuple[Affine, ...] = (
+    Affine(bits=1, block_size=64),
+    Affine(bits=2),
+    Affine(bits=3, block_size=512, rounding="nearest"),
+    Affine(bits=4, block_size=128, rounding="nearest"),
+    Affine(bits=8, block_size=1024),
+)
+ALL_CODECS: tuple[AbstractCodec, ...] = (*AFFINE_CODECS, Bitmask())
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+
+# What values of a row look like.
+DATA_KINDS = (
+    "normal",
+    "relu",
+    "offset",
+    "not finite",
+    "any bits",
+    "subnormal",
+    "huge",
+    "constant",
+)
+
+
+def like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Returns the description of an array."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def example(codec: AbstractCodec, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """Returns an array that the codec packs."""
+    x = jax.random.normal(key, shape)
+    return x > 0.5 if isinstance(codec, Bitmask) else x
+
+
+def relative_error(x: jax.Array, exact: jax.Array) -> float:
+    """Returns the norm of the difference over the norm of `exact`."""
+    x, exact = np.asarray(x, np.float64), np.asarray(exact, np.float64)
+    return float(np.linalg.norm(x - exact) / np.linalg.norm(exact))
+
+
+def bits_of(x: jax.Array | np.ndarray) -> np.ndarray:
+    """Returns the bit patterns of an array, in which NaN equals itself."""
+    x = np.asarray(x)
+    return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
+
+
+def assert_same_bits(x: jax.Array | np.ndarray, y: jax.Array | np.ndarray) -> None:
+    """Fails unless two arrays agree in dtype, shape and every bit."""
+    assert np.asarray(x).dtype == np.asarray(y).dtype
+    np.testing.assert_array_equal(bits_of(x), bits_of(y))
+
+
+def hostile_rows(
+    rng: np.random.Generator, kind: str, rows: int, size: int, dtype: str
+) -> np.ndarray:
+    """Returns `[rows, size]` values of one of DATA_KINDS."""
+    shape = (rows, size)
+    x = rng.standard_normal(shape).astype(np.float32)
+    match kind:
+        case "normal":
+            pass
+        case "relu":
+            x = np.maximum(x, 0)
+        case "offset":
+            x = x * np.float32(0.01) + np.float32(1000)
+        case "not finite":
+            place = rng.random(shape)
+            x[place < 0.003] = np.nan
+            x[place > 0.997] = np.inf
+            x[(place > 0.5) & (place < 0.503)] = -np.inf
+        case "any bits":
+            x = rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)
+        case "subnormal":
+            exponent = rng.integers(-149, -90, shape).astype(np.float32)
+            x = np.sign(x) * np.exp2(exponent)
+        case "huge":
+            # Half the range of float32: no difference of two values overflows.
+            x = rng.uniform(-1.7e38, 1.7e38, shape)
+        case "constant":
+            choices = [0.0, -0.0, 1e-40, 3.0, 0.1, -65504.0, 65504.0, 3.4e38, np.nan]
+            x = np.repeat(rng.choice(choices, (rows, 1)), size, axis=1)
+        case _:
+            raise ValueError(f"`kind` must be one of {DATA_KINDS}, not {kind!r}.")
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(np.float32).astype(_as_numpy(dtype))
+
+
+def _as_numpy(dtype: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
