@@ -1,0 +1,124 @@
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "cpu/batch.h"
+#include "cpu/instruction_sets.h"
+#include "cpu/kernels.h"
+#include "ffi/checks.h"
+#include "ffi/handlers.h"
+#include "ffi/helpers.h"
+#include "format/affine.h"
+#include "format/float_type.h"
+#include "format/packed.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace dafjax {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Checks everything that packing and unpacking have in common and describes the batch.
+// `values` is the side that is not packed.
+ffi::ErrorOr<AffineShape> CheckAffine(const std::string& call, const char* values_name,
+                                      const ffi::AnyBuffer& values,
+                                      const ffi::AnyBuffer& codes,
+                                      const ffi::AnyBuffer& scale,
+                                      const ffi::AnyBuffer& minimum, int64_t bits,
+                                      int64_t block_size) {
+  if (ffi::Error error = CheckCode(call, bits, block_size); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  const std::optional<FloatType> type = FloatTypeOf(values.element_type());
+  if (!type.has_value()) {
+    return ffi::Unexpected(InvalidArgument(
+        call, std::string(values_name) + " must be float32, bfloat16 or float16."));
+  }
+  const std::optional<Rows> rows = RowsOf(values);
+  if (!rows.has_value()) {
+    return ffi::Unexpected(InvalidDimensions(call, values_name, values));
+  }
+  const int width = static_cast<int>(bits);
+  const int64_t n = rows->row_elements;
+  const int64_t blocks = NumBlocks(n, block_size);
+  for (const ffi::Error& error :
+       {CheckBuffer(call, "codes", codes, ffi::DataType::U16, "uint16", values,
+                    NumWords(n, width)),
+        CheckBuffer(call, "scale", scale, ffi::DataType::BF16, "bfloat16", values,
+                    blocks),
+        CheckBuffer(call, "minimum", minimum, ffi::DataType::BF16, "bfloat16", values,
+                    blocks)}) {
+    if (error.failure()) return ffi::Unexpected(error);
+  }
+  return AffineShape{*type, width, block_size, rows->num_rows, n};
+}
+
+ffi::Error PackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer x,
+                             ffi::AnyBuffer seed, ffi::Result<ffi::AnyBuffer> codes,
+                             ffi::Result<ffi::AnyBuffer> scale,
+                             ffi::Result<ffi::AnyBuffer> minimum, int64_t bits,
+                             int64_t block_size, int64_t stochastic) {
+  const std::string call = "pack_affine";
+  const ffi::ErrorOr<AffineShape> shape =
+      CheckAffine(call, "x", x, *codes, *scale, *minimum, bits, block_size);
+  if (shape.has_error()) return shape.error();
+  if (stochastic != 0 && stochastic != 1) {
+    return InvalidArgument(
+        call, "stochastic (" + std::to_string(stochastic) + ") must be 0 or 1.");
+  }
+  if (seed.element_type() != ffi::DataType::U32 || seed.dimensions().size() != 0) {
+    return InvalidArgument(call, "seed must be a uint32 scalar, but its dimensions are " +
+                                     DimensionsToString(seed.dimensions()) + ".");
+  }
+
+  const AffineCodes packed = {static_cast<uint16_t*>(codes->untyped_data()),
+                              static_cast<uint16_t*>(scale->untyped_data()),
+                              static_cast<uint16_t*>(minimum->untyped_data())};
+  const Rounding rounding = {stochastic == 1,
+                             *static_cast<const uint32_t*>(seed.untyped_data())};
+  PackAffine(BestKernels(), *shape, rounding, x.untyped_data(), packed,
+             HelpersOf(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error UnpackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer codes,
+                               ffi::AnyBuffer scale, ffi::AnyBuffer minimum,
+                               ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> y,
+                               int64_t bits, int64_t block_size) {
+  const ffi::ErrorOr<AffineShape> shape = CheckAffine(
+      "unpack_affine", "y", *y, codes, scale, minimum, bits, block_size);
+  if (shape.has_error()) return shape.error();
+
+  const ConstAffineCodes packed = {
+      static_cast<const uint16_t*>(codes.untyped_data()),
+      static_cast<const uint16_t*>(scale.untyped_data()),
+      static_cast<const uint16_t*>(minimum.untyped_data())};
+  UnpackAffine(BestKernels(), *shape, packed, y->untyped_data(), HelpersOf(pool));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace dafjax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_pack_affine, dafjax::PackAffineHandler,
+                       xla::ffi::Ffi::Bind()
+                           .Ctx<xla::ffi::ThreadPool>()
+                           .Arg<xla::ffi::AnyBuffer>()  // x
+                           .Arg<xla::ffi::AnyBuffer>()  // seed
+                           .Ret<xla::ffi::AnyBuffer>()  // codes
+                           .Ret<xla::ffi::AnyBuffer>()  // scale
+                           .Ret<xla::ffi::AnyBuffer>()  // minimum
+                           .Attr<int64_t>("bits")
+                           .Attr<int64_t>("block_size")
+                           .Attr<int64_t>("stochastic"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_unpack_affine, dafjax::UnpackAffineHandler,
+                       xla::ffi::Ffi::Bind()
+                           .Ctx<xla::ffi::ThreadPool>()
+                           .Arg<xla::ffi::AnyBuffer>()  // codes
+                           .Arg<xla::ffi::AnyBuffer>()  // scale
+                           .Arg<xla::ffi::AnyBuffer>()  // minimum
+                           .RemainingArgs()        // what must exist before
+                           .Ret<xla::ffi::AnyBuffer>()  // y
+                           .Attr<int64_t>("bits")
+                           .Attr<int64_t>("block_size"));

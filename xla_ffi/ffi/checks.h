@@ -1,0 +1,44 @@
+#ifndef DAFJAX_FFI_CHECKS_H_
+#define DAFJAX_FFI_CHECKS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "format/affine.h"
+#include "format/float_type.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace dafjax {
+
+// A buffer as rows: the last dimension, and the product of all others.
+struct Rows {
+  int64_t num_rows;
+  int64_t row_elements;
+};
+
+// Nothing if the buffer is a scalar or has more elements than int64 can count.
+std::optional<Rows> RowsOf(const xla::ffi::AnyBuffer& buffer);
+
+std::optional<FloatType> FloatTypeOf(xla::ffi::DataType dtype);
+
+std::string DimensionsToString(xla::ffi::AnyBuffer::Dimensions dimensions);
+
+// The checks below return success, or an error that begins with `call`.
+xla::ffi::Error CheckCode(const std::string& call, int64_t bits, int64_t block_size);
+
+// `buffer` has `dtype`, the dimensions of `like` but the last, and `last` there.
+xla::ffi::Error CheckBuffer(const std::string& call, const char* name,
+                            const xla::ffi::AnyBuffer& buffer,
+                            xla::ffi::DataType dtype, const char* dtype_name,
+                            const xla::ffi::AnyBuffer& like, int64_t last);
+
+xla::ffi::Error InvalidArgument(const std::string& call, const std::string& message);
+
+// Says why RowsOf(buffer) gives nothing.
+xla::ffi::Error InvalidDimensions(const std::string& call, const std::string& name,
+                                  const xla::ffi::AnyBuffer& buffer);
+
+}  // namespace dafjax
+
+#endif  // DAFJAX_FFI_CHECKS_H_

@@ -1,0 +1,40 @@
+#ifndef DAFJAX_FFI_HANDLERS_H_
+#define DAFJAX_FFI_HANDLERS_H_
+
+struct XLA_FFI_Error;
+struct XLA_FFI_CallFrame;
+
+// The custom calls, under the names that programs know them by.
+extern "C" {
+
+// x [*batch, n] float32, bfloat16 or float16; seed [] uint32
+//   -> codes [*batch, NumWords(n, bits)] uint16,
+//      scale, minimum [*batch, NumBlocks(n, block_size)] bfloat16
+// attributes: bits, block_size, stochastic (0 or 1), int64
+XLA_FFI_Error* dafjax_pack_affine(XLA_FFI_CallFrame* call_frame);
+
+// codes, scale, minimum; then any operands, which are not read: they order the program
+//   -> y [*batch, n] float32, bfloat16 or float16
+// attributes: bits, block_size, int64
+XLA_FFI_Error* dafjax_unpack_affine(XLA_FFI_CallFrame* call_frame);
+
+// x [*batch, n] bool -> words [*batch, NumWords(n, 1)] uint16
+XLA_FFI_Error* dafjax_pack_bitmask(XLA_FFI_CallFrame* call_frame);
+
+// words; then any operands, which are not read -> y [*batch, n] bool
+XLA_FFI_Error* dafjax_unpack_bitmask(XLA_FFI_CallFrame* call_frame);
+
+// Any operands -> the same values. Each result normally shares the operand's memory.
+XLA_FFI_Error* dafjax_tie(XLA_FFI_CallFrame* call_frame);
+
+}  // extern "C"
+
+namespace dafjax {
+
+// Of the XLA headers that the handlers are built with.
+int FfiApiMajorVersion();
+int FfiApiMinorVersion();
+
+}  // namespace dafjax
+
+#endif  // DAFJAX_FFI_HANDLERS_H_
