@@ -24,6 +24,7 @@ namespace dafjax {
 namespace {
 
 namespace scalar {
+constexpr int kBlockWidth = 4;
 #include "cpu/float_math.inc"
 #include "cpu/isa/scalar.inc"
 #include "cpu/kernels.inc"
@@ -39,6 +40,7 @@ namespace scalar {
 #pragma GCC target("avx2,fma,f16c")
 #endif
 namespace avx2 {
+constexpr int kBlockWidth = 8;
 #include "cpu/float_math.inc"
 #include "cpu/isa/avx2.inc"
 #include "cpu/kernels.inc"
@@ -54,6 +56,7 @@ namespace avx2 {
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 #endif
 namespace avx512 {
+constexpr int kBlockWidth = 8;
 #include "cpu/float_math.inc"
 #include "cpu/isa/avx512.inc"
 #include "cpu/kernels.inc"
@@ -82,6 +85,7 @@ bool HasAvx512() {
 #elif defined(__aarch64__)
 
 namespace neon {
+constexpr int kBlockWidth = 4;
 #include "cpu/float_math.inc"
 #include "cpu/isa/neon.inc"
 #include "cpu/kernels.inc"

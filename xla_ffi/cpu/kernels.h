@@ -11,6 +11,7 @@ namespace dafjax {
 // their borders. Every row has its own groups; the last one may be short.
 inline constexpr int kGroupTiles = 4;
 inline constexpr int kGroupElements = kGroupTiles * kTileElements;
+inline constexpr int kGroupBlocks = kGroupElements / kMinBlockSize;  // at most
 static_assert(kGroupElements % kMaxBlockSize == 0);
 
 constexpr int64_t NumGroups(int64_t row_elements) {
