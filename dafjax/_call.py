@@ -6,15 +6,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import jax
-import numpy as np
-
-_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class StaticArguments:
-    """Which arguments of a function are not arrays."""
+    """Which arguments of a function are not arrays, by position and by name."""
 
     numbers: tuple[int, ...]
     names: tuple[str, ...]
@@ -35,49 +32,93 @@ class Call:
     kwargs: dict[str, Any]
     static: tuple[tuple[int | str, Hashable], ...]
 
-    def run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls the function with the static arguments back in place."""
-        args = list(args)
-        kwargs = dict(kwargs)
-        for place, value in self.static:
-            if isinstance(place, int):
-                args[place] = value
-            else:
-                kwargs[place] = value
-        return fun(*args, **kwargs)
+    def leaf_numbers(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Returns the numbers of the leaves of some positional arguments."""
+        numbers: list[int] = []
+        start = 0
+        for position, argument in enumerate(self.args):
+            count = len(jax.tree.leaves(argument))
+            if position in positions:
+                numbers.extend(range(start, start + count))
+            start += count
+        return tuple(numbers)
 
 
 def bind(
-    fun: Callable[..., Any], static: StaticArguments, args: tuple[Any, ...], kwargs: Any
+    fun: Callable[..., Any],
+    static: StaticArguments,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Call:
-    numbers = normalized(static.numbers, len(args))
-    found: dict[int | str, Any] = {n: args[n] for n in numbers if n < len(args)}
-    found.update((name, kwargs[name]) for name in static.names if name in kwargs)
-    names = _parameter_names(fun)
+    """Takes the static arguments out of a call and checks all of them.
+
+    Raises:
+        ValueError: A static argument is not hashable, or a number is out of range.
+        TypeError: Another argument is not a pytree of arrays.
+    """
+    parameters = _positional_parameters(fun)
+    found: dict[int | str, Any] = {}
     for name in static.names:
-        if name in names and name not in kwargs and names.index(name) < len(args):
-            found[names.index(name)] = args[names.index(name)]
+        if name in kwargs:
+            found[name] = kwargs[name]
+        elif name in parameters[: len(args)]:
+            found[parameters.index(name)] = args[parameters.index(name)]
+    for number in static.numbers:
+        place = number + len(args) if number < 0 else number
+        if 0 <= place < len(args):
+            found[place] = args[place]
+        elif place < 0 or place >= len(parameters):
+            raise _out_of_range("static_argnums", number, args)
+        elif parameters[place] in kwargs:
+            found[parameters[place]] = kwargs[parameters[place]]
     for place, value in found.items():
-        try:
-            hash(value)
-        except TypeError:
-            raise ValueError(
-                f"`remat_compress`: the static argument `{place!r}` of "
-                f"`{_name(fun)}` must be hashable, but got `{value!r}` of type "
-                f"`{type(value).__name__}`."
-            ) from None
-    return Call(
+        _check_hashable(fun, place, value)
+    call = Call(
         args=tuple(None if n in found else arg for n, arg in enumerate(args)),
         kwargs={name: value for name, value in kwargs.items() if name not in found},
         static=tuple(found.items()),
     )
+    _check_arrays(call)
+    return call
 
 
-def _name(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", repr(fun))
+def run(
+    fun: Callable[..., Any],
+    static: tuple[tuple[int | str, Hashable], ...],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a function with the static arguments back in place."""
+    args = list(args)
+    kwargs = dict(kwargs)
+    for place, value in static:
+        if isinstance(place, int):
+            args[place] = value
+        else:
+            kwargs[place] = value
+    return fun(*args, **kwargs)
 
 
-def _parameter_names(fun: Callable[..., Any]) -> list[str]:
+def positions(name: str, numbers: Sequence[int], args: Sequence[Any]) -> list[int]:
+    """Returns non-negative positions of arguments that were passed by position.
+
+    Raises:
+        ValueError: A number is out of range; `name` is the option it came from.
+    """
+    for number in numbers:
+        if not -len(args) <= number < len(args):
+            raise _out_of_range(name, number, args)
+    return [number % len(args) for number in numbers]
+
+
+def _out_of_range(name: str, number: int, args: Sequence[Any]) -> ValueError:
+    return ValueError(
+        f"`remat_compress({name}=...)` names the argument {number}, but the function "
+        f"was called with {len(args)} positional arguments. Pass that argument by position."
+    )
+
+
+def _positional_parameters(fun: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
@@ -89,34 +130,27 @@ def _parameter_names(fun: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in positional]
 
 
-def normalized(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    return tuple(n + count if n < 0 else n for n in numbers)
+def _check_hashable(fun: Callable[..., Any], place: int | str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"`remat_compress`: the static argument `{place!r}` of "
+            f"`{getattr(fun, '__name__', fun)}` must be hashable, but got `{value!r}` "
+            f"of type `{type(value).__name__}`."
+        ) from None
 
 
-def leaf_numbers(call: Call, positions: Sequence[int]) -> tuple[int, ...]:
-    """Returns the numbers of the leaves that belong to some positional arguments."""
-    numbers: list[int] = []
-    start = 0
-    for position, argument in enumerate(call.args):
-        count = len(jax.tree.leaves(argument))
-        if position in positions:
-            numbers.extend(range(start, start + count))
-        start += count
-    return tuple(numbers)
-
-
-def _holds_objects(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and leaf.dtype.hasobject
-
-
-def check_arrays(call: Call) -> None:
+def _check_arrays(call: Call) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]:
-        if isinstance(leaf, _ARRAY_TYPES) and not _holds_objects(leaf):
-            continue
-        where = jax.tree_util.keystr(path[1:])
-        group = "args" if path[0].idx == 0 else "kwargs"
-        raise TypeError(
-            f"`remat_compress`: arguments must be pytrees of arrays, but "
-            f"`{group}{where}` is `{leaf!r}` of type `{type(leaf).__name__}`. Name "
-            "arguments that are not arrays in `static_argnums` or `static_argnames`."
-        )
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            where = jax.tree_util.keystr(path[1:])
+            group = "args" if path[0].idx == 0 else "kwargs"
+            raise TypeError(
+                "`remat_compress`: arguments must be pytrees of arrays, but "
+                f"`{group}{where}` is `{leaf!r}` of type `{type(leaf).__name__}`. Name "
+                "arguments that are not arrays in `static_argnums` or "
+                "`static_argnames`."
+            ) from None

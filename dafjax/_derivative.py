@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from dafjax._graph import ClosedJaxpr, as_function
 from dafjax._passes import Ties, run_backward, run_forward
 from dafjax._plan import Plan, make_plan
 from dafjax._residuals import differentiate
@@ -34,10 +34,10 @@ class Options:
 
 
 def differentiable(
-    closed: jex_core.ClosedJaxpr, options: Options, activations: tuple[int, ...]
+    closed: ClosedJaxpr, options: Options, activations: tuple[int, ...]
 ) -> Callable[..., list[Any]]:
     """Returns `function(seed, *arguments)` with a compressing derivative rule."""
-    evaluate = jex_core.jaxpr_as_fun(closed)
+    evaluate = as_function(closed)
 
     @functools.lru_cache(maxsize=16)
     def derivative(perturbed: tuple[bool, ...]) -> "_Derivative":

@@ -4,13 +4,15 @@ This file and `_residuals.py` are the only ones that look inside a jaxpr.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
 import jax.core
 import jax.extend.core as jex_core
 from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+
 
 # Calls whose body is spliced into the caller. The functions seen here have already been
 # differentiated, so the rules that custom_jvp and custom_vjp carry have been applied.
@@ -124,12 +126,44 @@ def renumber(atoms: Sequence[Atom], numbers: Mapping[int, Atom]) -> tuple[Atom, 
     return tuple(numbers[atom] if isinstance(atom, int) else atom for atom in atoms)
 
 
+def trace(
+    fun: Callable[..., Any], leaves: Sequence[Any]
+) -> tuple[ClosedJaxpr, tuple[Any, ...], Any]:
+    """Traces a function of flat arguments; what it closes over becomes arguments.
+
+    Args:
+        fun: The function. It may return any pytree of arrays.
+        leaves: Its arguments, or what stands for their shapes and dtypes.
+
+    Returns:
+        The traced function of the values closed over, then the arguments; the values
+        closed over; the structure of the result.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*leaves)
+    jaxpr = closed.jaxpr
+    hoisted = jaxpr.replace(
+        constvars=[],
+        invars=[*jaxpr.constvars, *jaxpr.invars],
+        debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return (
+        ClosedJaxpr(hoisted, ()),
+        tuple(closed.consts),
+        jax.tree.structure(shapes),
+    )
+
+
+def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """Returns the function that was traced, of flat arguments, with a flat result."""
+    return jex_core.jaxpr_as_fun(closed)
+
+
 def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Runs one equation on arrays or tracers, one for each of `equation.inputs`."""
     return jax.core.eval_jaxpr(equation.jaxpr, (), *operands)
 
 
-def flatten(closed: jex_core.ClosedJaxpr) -> Graph:
+def flatten(closed: ClosedJaxpr) -> Graph:
     """Turns a jaxpr into a `Graph`; calls in it are inlined."""
     builder = _Builder()
     inputs = [builder.new_value(var.aval) for var in closed.jaxpr.invars]
@@ -153,9 +187,7 @@ class _Builder:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def splice(
-        self, closed: jex_core.ClosedJaxpr, arguments: Sequence[Atom]
-    ) -> list[Atom]:
+    def splice(self, closed: ClosedJaxpr, arguments: Sequence[Atom]) -> list[Atom]:
         jaxpr = closed.jaxpr
         env: dict[Any, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
         env.update(
@@ -199,12 +231,12 @@ class _Builder:
         return [read(atom) for atom in jaxpr.outvars]
 
 
-def _inlined_body(eqn: jex_core.JaxprEqn) -> jex_core.ClosedJaxpr | None:
+def _inlined_body(eqn: jex_core.JaxprEqn) -> ClosedJaxpr | None:
     """Returns the body to splice in place of a call, or `None` if it is no call."""
     param = _INLINED.get(eqn.primitive.name)
     if param is None:
         return None
     body = eqn.params.get(param)
     if isinstance(body, jex_core.Jaxpr):
-        return jex_core.ClosedJaxpr(body, ())
+        return ClosedJaxpr(body, ())
     return body

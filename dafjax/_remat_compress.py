@@ -7,23 +7,17 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from dafjax._call import (
-    Call,
-    StaticArguments,
-    bind,
-    check_arrays,
-    leaf_numbers,
-    normalized,
-)
+from dafjax._call import StaticArguments, bind, positions, run
 from dafjax._derivative import Options, differentiable
+from dafjax._graph import trace
 from dafjax._passes import Ties
 from dafjax.codecs import Affine
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from dafjax.stores import AbstractStore, Arrays
+
 
 _BITS = (1, 2, 3, 4, 8)
 
@@ -127,7 +121,7 @@ def _wrap(
     *,
     static: StaticArguments,
     activation_argnums: tuple[int, ...],
-    seed: jax.Array | np.ndarray,
+    seed: np.uint32 | jax.Array,
 ) -> Callable[..., Any]:
     cache = _TraceCache(fun, options)
 
@@ -135,8 +129,9 @@ def _wrap(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         call = bind(fun, static, args, kwargs)
         leaves, structure = jax.tree.flatten((call.args, call.kwargs))
-        check_arrays(call)
-        activations = leaf_numbers(call, normalized(activation_argnums, len(args)))
+        activations = call.leaf_numbers(
+            positions("activation_argnums", activation_argnums, args)
+        )
         traced = cache.trace(call.static, structure, leaves, activations)
         results = traced.function(seed, *traced.consts, *leaves)
         return jax.tree.unflatten(traced.out_structure, results)
@@ -182,7 +177,8 @@ class _TraceCache:
             structure,
             tuple(jax.typeof(leaf) for leaf in leaves),
             activations,
-            jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+            # Follows `jax_enable_x64`, and with it what constants in `fun` become.
+            jnp.result_type(float),
         )
         traced = self._entries.get(key)
         if traced is None:
@@ -204,28 +200,14 @@ def _trace(
     leaves: Sequence[Any],
     activations: tuple[int, ...],
 ) -> _Traced:
-    call = Call((), {}, static)
-
     def flat(*leaves: Any) -> Any:
-        return call.run(fun, *jax.tree.unflatten(structure, leaves))
+        return run(fun, static, *jax.tree.unflatten(structure, leaves))
 
-    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    # What the function closes over becomes arguments, so that closing over a value that
-    # is being differentiated works.
-    consts = tuple(closed.consts)
-    jaxpr = closed.jaxpr
-    hoisted = jex_core.ClosedJaxpr(
-        jaxpr.replace(
-            constvars=[],
-            invars=[*jaxpr.constvars, *jaxpr.invars],
-            debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
-        ),
-        (),
-    )
+    closed, consts, out_structure = trace(flat, leaves)
     function = differentiable(
-        hoisted, options, tuple(len(consts) + number for number in activations)
+        closed, options, tuple(len(consts) + number for number in activations)
     )
-    return _Traced(function, consts, jax.tree.structure(shapes))
+    return _Traced(function, consts, out_structure)
 
 
 def _checked_policy(policy: Any) -> AbstractPolicy:
@@ -294,9 +276,11 @@ def _checked_names(names: Any) -> tuple[str, ...]:
     return tuple(several)
 
 
-def _checked_seed(seed: Any) -> Any:
-    dtype = jnp.result_type(seed) if not isinstance(seed, str) else None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or jnp.ndim(seed) != 0:
+def _checked_seed(seed: Any) -> np.uint32 | jax.Array:
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        return np.uint32(int(seed) % 2**32)
+    is_array = isinstance(seed, (jax.Array, np.ndarray))
+    if not is_array or seed.ndim != 0 or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise TypeError(
             "`remat_compress(seed=...)` must be an integer or an integer scalar array, "
             f"but got `{seed!r}`. Of a random key take `jax.random.bits(key)`."

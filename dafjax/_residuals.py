@@ -6,12 +6,13 @@ from typing import Any, final
 
 import jax
 import jax.core
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from dafjax._graph import (
     Atom,
+    ClosedJaxpr,
     Equation,
+    as_function,
     flatten,
     live_equations,
     renumber,
@@ -66,7 +67,7 @@ def is_differentiable(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def differentiate(closed: jex_core.ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
+def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
     """Splits a traced function into its forward and its backward program.
 
     Args:
@@ -124,15 +125,15 @@ def differentiate(closed: jex_core.ClosedJaxpr, perturbed: Sequence[bool]) -> Pr
 
 
 def _trace(
-    closed: jex_core.ClosedJaxpr,
+    closed: ClosedJaxpr,
     perturbed: Sequence[bool],
     differentiable: Sequence[bool],
-) -> tuple[jex_core.ClosedJaxpr, jex_core.ClosedJaxpr]:
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """Traces arguments -> results, residuals and residuals, cotangents -> gradients.
 
     The pullback that `jax.vjp` returns is a pytree whose leaves are the residuals.
     """
-    function = jex_core.jaxpr_as_fun(closed)
+    function = as_function(closed)
     pullbacks: list[Callable[[Sequence[Any]], Any]] = []
 
     def forward(*arguments: Any) -> tuple[list[Any], list[Any]]:

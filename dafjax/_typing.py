@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+
 Array: TypeAlias = jax.Array
 # Any pytree of arrays.
 ArrayTree: TypeAlias = Any

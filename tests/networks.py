@@ -1,5 +1,6 @@
 """Small functions to differentiate, that between them use what real models use."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ def mlp_params(
 ) -> ArrayTree:
     """Weights and biases, `[{"w": [in, out], "b": [out]}, ...]`."""
     layers = []
-    for n, (rows, columns) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+    for n, (rows, columns) in enumerate(itertools.pairwise(widths)):
         w = jax.random.normal(jax.random.fold_in(key, n), (rows, columns))
         layers.append({"w": w / jnp.sqrt(float(rows)), "b": jnp.zeros(columns)})
     return layers

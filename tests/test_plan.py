@@ -110,5 +110,5 @@ def test_a_policy_that_returns_something_else_is_named():
         def __call__(self, residual):
             return "compress"
 
-    with pytest.raises(TypeError, match="`policy` must return `Save.*'compress'"):
+    with pytest.raises(TypeError, match=r"`policy` must return `Save.*'compress'"):
         plan_of(lambda x: jnp.sin(x) @ x, jnp.ones(64), policy=Odd())
