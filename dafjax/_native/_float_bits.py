@@ -105,8 +105,9 @@ def power_over(scale: Array, exponent: Array) -> Array:
 
     With `scale = m * 2^(e - 7)`, 128 <= m < 256, the quotient is
     `2^31 / m * 2^(exponent - e - 24)`, and `2^31 / m`, between 2^23 and 2^24, rounds to
-    an integer that float32 holds: the result is correctly rounded. No quotient is halfway between two integers, since m
-    would have to be a power of two. Integers, because GPU division is approximate.
+    an integer that float32 holds: the result is correctly rounded. No quotient is
+    halfway between two integers, since m would have to be a power of two. Integers,
+    because GPU division is approximate.
     """
     bits = to_bits(scale)
     mantissa = ((bits & jnp.uint32(_MANTISSA_MASK)) >> jnp.uint32(16)) + jnp.uint32(128)

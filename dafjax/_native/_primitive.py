@@ -73,13 +73,18 @@ def refuse_derivatives(primitive: Primitive, num_data: int) -> None:
         if any(not isinstance(t, ad.Zero) for t in tangents[:num_data]):
             raise_no_derivative()
         out = primitive.bind(*primals, **params)
-        return out, jax.tree.map(ad.Zero.from_primal_value, out)
+        no_tangents = jax.tree.map(lambda x: ad.Zero(_tangent_type(x)), out)
+        return out, no_tangents
 
     def transpose(*_: Any, **__: Any) -> NoReturn:
         raise_no_derivative()
 
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
+
+
+def _tangent_type(x: Array) -> Any:
+    return jax.typeof(x).to_tangent_aval()
 
 
 def raise_no_derivative() -> NoReturn:

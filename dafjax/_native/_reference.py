@@ -51,6 +51,10 @@ def pack_affine(
     half_step = _power_of_two(-(fraction_bits + jnp.int32(1)))
     start = minimum - scale * half_step
 
+    # Otherwise fusion repeats the work on blocks for each element,
+    start, inverse, fraction_bits, has_scale = lax.optimization_barrier(
+        (start, inverse, fraction_bits, has_scale)
+    )
     scaled = (value - start[..., None]) * inverse[..., None]
     # A range beyond float32 leaves an infinite difference, and infinity times 0 is NaN.
     scaled = jnp.where(has_scale[..., None], scaled, jnp.float32(0))
@@ -71,6 +75,8 @@ def pack_affine(
     code = jnp.where(finite.reshape(blocks), code, not_finite_code)
     code = jnp.where(present, code, jnp.uint32(0))
 
+    # and the work on elements for each plane.
+    code = lax.optimization_barrier(code.astype(jnp.uint8)).astype(jnp.uint32)
     code = _cut(code.reshape(*x.shape[:-1], padded), num_tiles(size) * TILE)
     stored = num_blocks(size, block_size)
     sign = flagged.astype(jnp.uint32) << jnp.uint32(31)

@@ -93,7 +93,7 @@ class Affine(AbstractCodec):
             "block_size",
             self.block_size,
             BLOCK_SIZES,
-            "Smaller blocks are more accurate; one costs 32 / block_size bits an element.",
+            "Smaller blocks are more accurate, for 32 / block_size bits an element.",
         )
         _check_choice(
             "rounding",
