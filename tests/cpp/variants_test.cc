@@ -1,0 +1,369 @@
+// Known rows, sizes, and every instruction set against the scalar one, byte for byte, over
+// a grid of lengths, widths, block sizes, roundings, dtypes and kinds of data. Prints one
+// hash of all bytes: it is the same on every machine.
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cpu/batch.h"
+#include "cpu/instruction_sets.h"
+#include "cpu/kernels.h"
+#include "cpu/work.h"
+#include "format/affine.h"
+#include "format/float_type.h"
+#include "format/noise.h"
+#include "format/packed.h"
+
+namespace dafjax {
+
+#if defined(DAFJAX_TEST_SIMDE)
+const Kernels& EmulatedAvx512Kernels();
+#endif
+
+namespace {
+
+#define CHECK(condition)                                                      \
+  do {                                                                        \
+    if (!(condition)) {                                                       \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);    \
+      std::exit(1);                                                           \
+    }                                                                         \
+  } while (false)
+
+constexpr int kWidths[] = {1, 2, 3, 4, 8};
+constexpr int64_t kBlockSizes[] = {64, 128, 256, 512, 1024};
+constexpr FloatType kTypes[] = {FloatType::kFloat32, FloatType::kBFloat16,
+                                FloatType::kFloat16};
+
+std::vector<const Kernels*> Variants() {
+  std::vector<const Kernels*> variants = InstructionSets();
+#if defined(DAFJAX_TEST_SIMDE)
+  variants.push_back(&EmulatedAvx512Kernels());
+#endif
+  return variants;
+}
+
+// FNV-1a.
+class Hash {
+ public:
+  void Add(const std::vector<uint8_t>& bytes) {
+    for (const uint8_t byte : bytes) value_ = (value_ ^ byte) * 0x100000001b3;
+  }
+  uint64_t value() const { return value_; }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325;
+};
+
+class Random {
+ public:
+  uint32_t Next() { return MixNoise(++counter_); }
+  float Uniform() { return static_cast<float>(Next() >> 8) * 0x1p-24f; }
+
+ private:
+  uint32_t counter_ = 0;
+};
+
+float FloatOf(uint32_t bits) {
+  float v;
+  std::memcpy(&v, &bits, sizeof(v));
+  return v;
+}
+
+enum Kind {
+  kSmooth,
+  kRectified,
+  kConstant,
+  kSubnormal,
+  kZeros,
+  kAnyFinite,
+  kExtreme,
+  kSomeNotFinite,
+  kAllNotFinite,
+  kNumKinds
+};
+
+// Bits of one value; `ones` are the exponent bits of the type, at their place.
+uint32_t Draw(Kind kind, FloatType type, int64_t e, Random* random) {
+  const bool wide = type == FloatType::kFloat32;
+  const uint32_t ones = wide                           ? 0x7f800000
+                        : type == FloatType::kBFloat16 ? 0x7f80
+                                                       : 0x7c00;
+  const uint32_t sign = wide ? 0x80000000 : 0x8000;
+  const uint32_t one = wide ? 0x3f800000 : type == FloatType::kBFloat16 ? 0x3f80 : 0x3c00;
+  const uint32_t mantissa = (ones & (0 - ones)) - 1;
+  const uint32_t r = random->Next();
+  const uint32_t negative = r >> 31 != 0 ? sign : 0;
+  const uint32_t smooth = one | (r & mantissa);
+  const uint32_t chance = random->Next() % 64;
+  switch (kind) {
+    case kSmooth: return smooth | negative;
+    case kRectified: return negative != 0 ? 0 : smooth;
+    case kConstant: return e / 256 % 2 == 0 ? smooth ^ (r & mantissa) : sign | one;
+    case kSubnormal: return (r & mantissa) | negative;
+    case kZeros: return negative;
+    case kAnyFinite: {
+      const uint32_t any = r & (sign | ones | mantissa);
+      return (any & ones) == ones ? any ^ (ones & (0 - ones)) : any;
+    }
+    case kExtreme: return chance < 32 ? (ones - 1) | negative : smooth | negative;
+    case kSomeNotFinite:
+      if (chance == 0) return ones;
+      if (chance == 1) return ones | sign;
+      return chance == 2 ? ones | 1 | negative : smooth | negative;
+    default: return chance < 32 ? ones | negative : ones | 1;
+  }
+}
+
+// Starts one element after an aligned address: nothing may rely on alignment.
+std::vector<uint8_t> MakeValues(Kind kind, FloatType type, int64_t count,
+                                Random* random) {
+  const int64_t nbytes = ElementNbytes(type);
+  std::vector<uint8_t> bytes((count + 1) * nbytes);
+  for (int64_t e = 0; e < count; ++e) {
+    const uint32_t bits = Draw(kind, type, e, random);
+    std::memcpy(bytes.data() + (e + 1) * nbytes, &bits, nbytes);
+  }
+  return bytes;
+}
+
+// Joins its threads when it goes.
+class TestThreads {
+ public:
+  explicit TestThreads(int count) {
+    helpers_.count = count - 1;
+    helpers_.schedule = [this](std::function<void()> task) {
+      threads_.emplace_back(std::move(task));
+    };
+  }
+  ~TestThreads() {
+    for (std::thread& thread : threads_) thread.join();
+  }
+  TestThreads(const TestThreads&) = delete;
+  TestThreads& operator=(const TestThreads&) = delete;
+  const Helpers& helpers() const { return helpers_; }
+
+ private:
+  std::vector<std::thread> threads_;
+  Helpers helpers_;
+};
+
+struct Packed {
+  explicit Packed(const AffineShape& shape)
+      : codes(shape.num_rows * NumWords(shape.row_elements, shape.bits), 0xbead),
+        scale(shape.num_rows * NumBlocks(shape.row_elements, shape.block_size), 0xbead),
+        minimum(scale) {}
+
+  bool operator==(const Packed& other) const {
+    return codes == other.codes && scale == other.scale && minimum == other.minimum;
+  }
+
+  std::vector<uint16_t> codes, scale, minimum;
+};
+
+std::vector<uint8_t> BytesOf(const std::vector<uint16_t>& words) {
+  std::vector<uint8_t> bytes(words.size() * 2);
+  if (!words.empty()) std::memcpy(bytes.data(), words.data(), bytes.size());
+  return bytes;
+}
+
+Packed Pack(const Kernels& kernels, const AffineShape& shape, const Rounding& rounding,
+            const uint8_t* x, int num_threads) {
+  Packed packed(shape);
+  const TestThreads threads(num_threads);
+  PackAffine(kernels, shape, rounding, x,
+             {packed.codes.data(), packed.scale.data(), packed.minimum.data()},
+             threads.helpers());
+  return packed;
+}
+
+std::vector<uint8_t> Unpack(const Kernels& kernels, const AffineShape& shape,
+                            const Packed& packed, int num_threads) {
+  std::vector<uint8_t> y(shape.num_rows * shape.row_elements *
+                         ElementNbytes(shape.type));
+  const TestThreads threads(num_threads);
+  UnpackAffine(kernels, shape,
+               {packed.codes.data(), packed.scale.data(), packed.minimum.data()},
+               y.data(), threads.helpers());
+  return y;
+}
+
+void TestSizes() {
+  CHECK(NumTiles(0) == 0 && NumTiles(1) == 1 && NumTiles(512) == 1);
+  CHECK(NumTiles(513) == 2);
+  CHECK(NumWords(512, 1) == 32 && NumWords(513, 8) == 512);
+  CHECK(NumBlocks(0, 64) == 0 && NumBlocks(65, 64) == 2);
+  for (const int bits : kWidths) {
+    const Planes planes = PlanesOf(bits);
+    CHECK(planes.Above(planes.count) == bits);
+    const int last = planes.count - 1;
+    CHECK(PlaneOffset(bits, last, 3, 2) + kTileLanes * planes.widths[last] ==
+          NumWords(3 * kTileElements, bits));
+  }
+  CHECK(!IsCodeWidth(0) && !IsCodeWidth(5) && !IsCodeWidth(16));
+  CHECK(!IsBlockSize(32) && !IsBlockSize(65) && !IsBlockSize(2048));
+}
+
+// 0, 1, 2, 3 at two bits: the scale is 1, and the codes are the values.
+void TestKnownRow(const Kernels& kernels) {
+  const std::vector<float> x = {0.0f, 1.0f, 2.0f, 3.0f};
+  const AffineShape shape = {FloatType::kFloat32, 2, 64, 1, 4};
+  const Packed packed =
+      Pack(kernels, shape, {false, 0}, reinterpret_cast<const uint8_t*>(x.data()), 1);
+  std::vector<uint16_t> codes(64, 0);
+  codes[2] = codes[3] = 1;            // the upper bits
+  codes[32 + 1] = codes[32 + 3] = 1;  // the lower bits
+  CHECK(packed.codes == codes);
+  CHECK(packed.scale == std::vector<uint16_t>{0x3f80});
+  CHECK(packed.minimum == std::vector<uint16_t>{0});
+}
+
+// NaN, +Inf, -Inf and -1, 2 at three bits: two bits are left for the finite ones.
+void TestKnownFlaggedRow(const Kernels& kernels) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const std::vector<float> x = {-1.0f, 2.0f, FloatOf(0x7fc00000), infinity, -infinity};
+  const AffineShape shape = {FloatType::kFloat32, 3, 64, 1, 5};
+  const Packed packed =
+      Pack(kernels, shape, {false, 0}, reinterpret_cast<const uint8_t*>(x.data()), 1);
+  std::vector<uint16_t> codes(96, 0);
+  const int expected[] = {0, 3, 4, 6, 7};
+  for (int e = 0; e < 5; ++e) {
+    for (int plane = 0; plane < 3; ++plane) {
+      codes[32 * plane + e] = static_cast<uint16_t>(expected[e] >> (2 - plane) & 1);
+    }
+  }
+  CHECK(packed.codes == codes);
+  CHECK(packed.scale == std::vector<uint16_t>{0xbf80});
+  CHECK(packed.minimum == std::vector<uint16_t>{0xbf80});
+  const std::vector<uint8_t> y = Unpack(kernels, shape, packed, 1);
+  CHECK(std::memcmp(y.data(), x.data(), y.size()) == 0);
+}
+
+void TestAffine(const std::vector<const Kernels*>& variants, const AffineShape& shape,
+                const Rounding& rounding, Kind kind, int num_threads, Random* random,
+                Hash* hash) {
+  const std::vector<uint8_t> values =
+      MakeValues(kind, shape.type, shape.num_rows * shape.row_elements, random);
+  const uint8_t* x = values.data() + ElementNbytes(shape.type);
+  const Kernels& scalar = *InstructionSets().back();
+  const Packed packed = Pack(scalar, shape, rounding, x, 1);
+  const std::vector<uint8_t> y = Unpack(scalar, shape, packed, 1);
+  for (const Kernels* kernels : variants) {
+    if (kernels == &scalar && num_threads == 1) continue;
+    const bool same_packed = Pack(*kernels, shape, rounding, x, num_threads) == packed;
+    const bool same_unpacked = Unpack(*kernels, shape, packed, num_threads) == y;
+    if (!same_packed || !same_unpacked) {
+      std::fprintf(stderr,
+                   "%s %s differently from scalar: type %d bits %d block_size %d rows %d "
+                   "elements %d stochastic %d kind %d threads %d\n",
+                   kernels->name, same_packed ? "unpacks" : "packs",
+                   static_cast<int>(shape.type), shape.bits,
+                   static_cast<int>(shape.block_size), static_cast<int>(shape.num_rows),
+                   static_cast<int>(shape.row_elements), rounding.stochastic, kind,
+                   num_threads);
+      std::exit(1);
+    }
+  }
+  hash->Add(BytesOf(packed.codes));
+  hash->Add(BytesOf(packed.scale));
+  hash->Add(BytesOf(packed.minimum));
+  hash->Add(y);
+}
+
+void TestBitmask(const std::vector<const Kernels*>& variants, int64_t rows, int64_t n,
+                 Random* random, Hash* hash) {
+  std::vector<uint8_t> x(rows * n);
+  for (uint8_t& v : x) v = random->Next() % 2;
+  for (const Kernels* kernels : variants) {
+    std::vector<uint16_t> words(rows * NumWords(n, 1), 0xbead);
+    PackBitmask(*kernels, rows, n, x.data(), words.data(), {});
+    for (int64_t row = 0; row < rows; ++row) {
+      const uint16_t* plane = words.data() + row * NumWords(n, 1);
+      for (int64_t e = 0; e < NumTiles(n) * kTileElements; ++e) {
+        const int lane = e % kTileLanes;
+        const int place = e / kTileLanes % kTileRows;
+        const int bit = plane[e / kTileElements * kTileLanes + lane] >> place & 1;
+        CHECK(bit == (e < n ? x[row * n + e] : 0));
+      }
+    }
+    std::vector<uint8_t> y(x.size(), 0xee);
+    UnpackBitmask(*kernels, rows, n, words.data(), y.data(), {});
+    CHECK(y == x);
+    if (kernels == variants.front()) hash->Add(BytesOf(words));
+  }
+}
+
+// The caller finishes alone when no helper ever starts, and late helpers do nothing.
+void TestHelpersThatNeverStart() {
+  std::vector<std::function<void()>> late;
+  int calls = 0;
+  const Helpers helpers = {3, [&](std::function<void()> task) { late.push_back(task); }};
+  RunInPieces(5, helpers, [&](int64_t) { ++calls; });
+  CHECK(calls == 5 && late.size() == 3);
+  for (const auto& task : late) task();
+  CHECK(calls == 5);
+}
+
+int Main() {
+  const std::vector<const Kernels*> variants = Variants();
+  TestSizes();
+  TestHelpersThatNeverStart();
+  Random random;
+  Hash hash;
+  for (const Kernels* kernels : variants) {
+    TestKnownRow(*kernels);
+    TestKnownFlaggedRow(*kernels);
+  }
+  int kind = 0;
+  for (int64_t n = 0; n <= 2 * kTileElements + 1; ++n) {
+    for (const int bits : kWidths) {
+      for (const int64_t block_size : kBlockSizes) {
+        for (const bool stochastic : {false, true}) {
+          // Lengths, not dtypes, are what goes wrong: the dtypes take turns.
+          const FloatType type = kTypes[kind % 3];
+          TestAffine(variants, {type, bits, block_size, 1, n},
+                     {stochastic, random.Next()}, static_cast<Kind>(kind % kNumKinds), 1,
+                     &random, &hash);
+          kind += 1 + (random.Next() & 1);
+        }
+      }
+    }
+    TestBitmask(variants, 1, n, &random, &hash);
+  }
+  // Every kind with every dtype, over several rows and groups.
+  for (int k = 0; k < kNumKinds; ++k) {
+    for (const FloatType type : kTypes) {
+      for (const int bits : kWidths) {
+        for (const int64_t block_size : kBlockSizes) {
+          TestAffine(variants, {type, bits, block_size, 2, kGroupElements + 700},
+                     {(block_size >> 7) % 2 == 0, random.Next()}, static_cast<Kind>(k), 1,
+                     &random, &hash);
+        }
+      }
+    }
+  }
+  for (const int num_threads : {1, 2, 4, 8}) {
+    for (const FloatType type : kTypes) {
+      TestAffine(variants, {type, 2, 256, 3, 300'001}, {true, 5}, kSmooth, num_threads,
+                 &random, &hash);
+    }
+  }
+  TestBitmask(variants, 3, 5000, &random, &hash);
+  std::fprintf(stderr, "instruction sets:");
+  for (const Kernels* kernels : variants) std::fprintf(stderr, " %s", kernels->name);
+  std::fprintf(stderr, "\n");
+  std::printf("%016llx\n", static_cast<unsigned long long>(hash.value()));
+  return 0;
+}
+
+}  // namespace
+}  // namespace dafjax
+
+int main() { return dafjax::Main(); }
