@@ -13,8 +13,10 @@ ModelName = Literal["resnet18", "resnet34"]
 OptimizerName = Literal["sgd", "adamw"]
 ScheduleName = Literal["cosine", "constant"]
 
-_LEARNING_RATES = {"sgd": 0.05, "adamw": 1e-3}
+_LEARNING_RATES = {"sgd": 0.2, "adamw": 1e-3}
 _WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.05}
+
+_BITS = (1, 2, 3, 4, 8)
 
 _COMPARED: tuple[MethodName, ...] = (
     "none",
@@ -47,18 +49,18 @@ class TrainConfig:
     compress: dafjax.remat_compress round the loss. compress-block: the same round
     each block."""
     bits: int = 2
-    """Bits per element that the compressing methods keep, 1 to 8."""
+    """Bits per element that the compressing methods keep: 1, 2, 3, 4 or 8."""
     policy: str = "default"
     """What the method keeps. For checkpoint: default, or the name of one of
     jax.checkpoint_policies, such as dots_saveable."""
     batch: int = 64
     """Images in a training step."""
-    epochs: int = 6
+    epochs: int = 5
     """Passes over the training split."""
     optimizer: OptimizerName = "sgd"
     """sgd has Nesterov momentum 0.9."""
     learning_rate: float | None = None
-    """After the warm-up of half an epoch; 0.05 for sgd and 0.001 for adamw if not
+    """After the warm-up of half an epoch; 0.2 for sgd and 0.001 for adamw if not
     given."""
     weight_decay: float | None = None
     """0.0005 for sgd and 0.05 for adamw if not given."""
@@ -82,7 +84,7 @@ class TrainConfig:
         """Raises an error that names the option if a value is out of range."""
         for name in ("width", "batch", "epochs", "seeds"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        _require("bits", self.bits, 1 <= self.bits <= 8, "between 1 and 8")
+        _require("bits", self.bits, self.bits in _BITS, "one of 1, 2, 3, 4, 8")
         _require("seed", self.seed, self.seed >= 0, "at least 0")
         rate, decay = self.resolved_learning_rate, self.resolved_weight_decay
         _require("learning-rate", rate, 0 < rate < math.inf, "a finite number above 0")

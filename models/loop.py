@@ -1,91 +1,19 @@
-"""One training run, from options to a result."""
+"""One training run, from its set-up to its result."""
 
 import dataclasses
-import functools
 import statistics
 import time
-from typing import Any
 
 import jax
-import optax
 import rich.console
 import rich.progress
 
-from models import memory, resnet, step
+from models import memory
 from models.checkpoints import Checkpoints
-from models.config import TrainConfig
-from models.data import Dataset, evaluation_batches, load, training_batches
-from models.methods import Method, make_method
-from models.optimizer import make_optimizer
-from models.run_directory import Record, RunDirectory
-
-
-_MODELS = {"resnet18": resnet.resnet18, "resnet34": resnet.resnet34}
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """Everything that is fixed during a run.
-
-    Attributes:
-        config: The options.
-        dataset: Training and test split.
-        method: What is wrapped.
-        model: The model, its blocks wrapped by the method.
-        optimizer: Turns gradients into updates.
-        directory: Where the run is written.
-    """
-
-    config: TrainConfig
-    dataset: Dataset
-    method: Method
-    model: resnet.ResNet
-    optimizer: optax.GradientTransformation
-    directory: RunDirectory
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The number of full batches in the training split."""
-        return len(self.dataset.train) // self.config.batch
-
-
-def set_up(config: TrainConfig) -> Setup:
-    """Loads the data and builds the model.
-
-    Raises:
-        ValueError: If an option is out of range or does not fit the others.
-        FileNotFoundError: If the data set or the run to resume is missing.
-    """
-    method = make_method(config.method, bits=config.bits, policy=config.policy)
-    dataset = load(config.data, directory=config.data_dir, seed=config.seed)
-    steps_per_epoch = len(dataset.train) // config.batch
-    if steps_per_epoch < 1:
-        raise ValueError(
-            f"`--batch` must be at most {len(dataset.train)}, the number of training "
-            f"images in {config.data}, but got {config.batch}."
-        )
-    shape = _MODELS[config.model](
-        num_classes=dataset.num_classes,
-        num_filters=config.width,
-        # A stem for small images keeps their size.
-        stem="cifar" if dataset.image_shape[0] <= 64 else "imagenet",
-    )
-    optimizer = make_optimizer(
-        config.optimizer,
-        learning_rate=config.resolved_learning_rate,
-        weight_decay=config.resolved_weight_decay,
-        schedule=config.schedule,
-        steps_per_epoch=steps_per_epoch,
-        epochs=config.epochs,
-    )
-    return Setup(
-        config=config,
-        dataset=dataset,
-        method=method,
-        model=resnet.ResNet(shape, wrap_block=method.wrap_block),
-        optimizer=optimizer,
-        directory=RunDirectory(config.resolved_directory),
-    )
+from models.data import evaluation_batches, training_batches
+from models.run_directory import Record
+from models.setup import Setup, compile_evaluation, compile_training, initial_state
+from models.step import TrainState
 
 
 def train(setup: Setup, console: rich.console.Console) -> Record:
@@ -99,24 +27,21 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
     """
     config, directory = setup.config, setup.directory
     directory.create(dataclasses.asdict(config), resume=config.resume)
-    state = step.create_state(
-        setup.model,
-        setup.optimizer,
-        image_shape=setup.dataset.image_shape,
-        seed=config.seed,
-    )
+    state = initial_state(setup)
     with Checkpoints(directory.path) as checkpoints:
         num_finished = 0
         if config.resume:
             state, num_finished = _restore(setup, checkpoints, state)
         with console.status(f"compiling ({setup.method.label})"):
-            train_step, static = _compile(setup, state)
-            evaluate = _compile_evaluation(setup, state)
+            train_step, static = compile_training(setup)
+            eval_step = compile_evaluation(setup)
         resident_nbytes = memory.resident_nbytes()
         with _progress(console) as progress:
             for epoch in range(num_finished + 1, config.epochs + 1):
                 state, records = _train_epoch(setup, train_step, state, epoch, progress)
-                records.append(_summary(setup, records, evaluate(state)))
+                records.append(
+                    _summary(setup, records, _evaluate(setup, eval_step, state))
+                )
                 # Metrics first: resuming drops those of epochs without a checkpoint.
                 directory.append_metrics(records)
                 checkpoints.save(epoch, state, config.identity())
@@ -130,8 +55,8 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
 
 
 def _restore(
-    setup: Setup, checkpoints: Checkpoints, state: step.TrainState
-) -> tuple[step.TrainState, int]:
+    setup: Setup, checkpoints: Checkpoints, state: TrainState
+) -> tuple[TrainState, int]:
     config = setup.config
     num_finished = checkpoints.latest()
     if num_finished is None:
@@ -155,52 +80,12 @@ def _restore(
     return checkpoints.restore(num_finished, state), num_finished
 
 
-def _compile(
-    setup: Setup, state: step.TrainState
-) -> tuple[jax.stages.Compiled, Record]:
-    """Compiles the training step and describes it."""
-    batch = step.abstract_batch(setup.config.batch, setup.dataset.image_shape)
-    loss = setup.method.wrap_loss(step.make_loss(setup.model))
-    candidates = [
-        step.compile_train_step(
-            step.make_train_step(loss, setup.optimizer),
-            state,
-            batch,
-            compiler_options=options,
-        )
-        for options in setup.method.compiler_options
-    ]
-    compiled = min(candidates, key=memory.temp_nbytes)
-    return compiled, {
-        "method": setup.method.name,
-        "label": setup.method.label,
-        "seed": setup.config.seed,
-        "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
-        "temp_nbytes": memory.temp_nbytes(compiled),
-        "residual_nbytes": memory.saved_residual_nbytes(
-            loss, state.params, state.batch_stats, *batch
-        ),
-    }
-
-
-def _compile_evaluation(setup: Setup, state: step.TrainState) -> Any:
-    batch_size = setup.config.batch
-    images, labels = step.abstract_batch(batch_size, setup.dataset.image_shape)
-    weights = jax.ShapeDtypeStruct((batch_size,), "float32")
-    compiled = (
-        jax.jit(step.make_eval_step(setup.model))
-        .lower(state.params, state.batch_stats, images, labels, weights)
-        .compile()
-    )
-    return functools.partial(_evaluate, setup, compiled)
-
-
 def _evaluate(
-    setup: Setup, compiled: jax.stages.Compiled, state: step.TrainState
+    setup: Setup, eval_step: jax.stages.Compiled, state: TrainState
 ) -> Record:
     loss = num_correct = 0.0
     for batch in evaluation_batches(setup.dataset.test, batch_size=setup.config.batch):
-        metrics = compiled(state.params, state.batch_stats, *batch)
+        metrics = eval_step(state.params, state.batch_stats, *batch)
         loss += float(metrics["loss"])
         num_correct += float(metrics["num_correct"])
     num_examples = len(setup.dataset.test)
@@ -213,10 +98,10 @@ def _evaluate(
 def _train_epoch(
     setup: Setup,
     train_step: jax.stages.Compiled,
-    state: step.TrainState,
+    state: TrainState,
     epoch: int,
     progress: rich.progress.Progress,
-) -> tuple[step.TrainState, list[Record]]:
+) -> tuple[TrainState, list[Record]]:
     config = setup.config
     task = progress.add_task(
         f"{setup.method.label}: epoch {epoch}/{config.epochs}",

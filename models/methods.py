@@ -93,6 +93,7 @@ def _make_checkpoint_best(bits: int, policy: str) -> Method:
 
 def _make_compress(bits: int, policy: str) -> Method:
     _check_policy("compress", policy, ())
+    # Imported where it is used: the models themselves know nothing of dafjax.
     import dafjax
 
     def wrap_loss(loss: LossFunction) -> LossFunction:

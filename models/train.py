@@ -17,6 +17,7 @@ import tyro
 
 from models import compare, loop
 from models.config import TrainConfig
+from models.setup import set_up
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: TrainConfig, console: rich.console.Console) -> None:
-    result = loop.train(loop.set_up(config), console)
+    result = loop.train(set_up(config), console)
     console.print(
         f"{result['label']}: test accuracy {result['test_accuracy']:.2%}, "
         f"{result['step_seconds']:.3f} s a step. Written to {config.out}.",

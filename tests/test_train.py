@@ -1,0 +1,377 @@
+"""The training program: its command line, its files, and how it resumes."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+from models import (
+    compare,
+    data,
+    loop,
+    methods,
+    resnet,
+    run_directory,
+    setup,
+    train,
+)
+from models.checkpoints import Checkpoints
+from models.config import TrainConfig
+
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    # Optax mixes dtypes on purpose; strictness is for the library.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def load_few(name, **options):
+    """Loads 48 training and 24 test images, enough for three steps an epoch."""
+    dataset = data.load(name, **options)
+    train_split, test_split = (
+        dataclasses.replace(
+            split, images=split.images[:count], labels=split.labels[:count]
+        )
+        for split, count in ((dataset.train, 48), (dataset.test, 24))
+    )
+    return dataclasses.replace(dataset, train=train_split, test=test_split)
+
+
+def make_it_small(patch):
+    one_block = functools.partial(resnet.ResNetConfig, stage_sizes=(1,))
+    patch.setattr(setup, "MODELS", {"resnet18": one_block})
+    patch.setattr(setup, "load", load_few)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    make_it_small(monkeypatch)
+
+
+@pytest.fixture
+def console():
+    return rich.console.Console(quiet=True)
+
+
+def tiny(out, **options):
+    defaults = {"width": 8, "batch": 16, "epochs": 2, "schedule": "constant"}
+    return TrainConfig(out=out, **(defaults | options))
+
+
+def run(config, console):
+    return loop.train(setup.set_up(config), console)
+
+
+def saved_state(config):
+    like = setup.initial_state(setup.set_up(config))
+    with Checkpoints(config.out) as checkpoints:
+        latest = checkpoints.latest()
+        return latest, checkpoints.restore(latest, like)
+
+
+def losses(directory):
+    return [
+        (record["step"], record["loss"])
+        for record in run_directory.RunDirectory(directory).read_metrics()
+        if record["kind"] == "step"
+    ]
+
+
+def assert_identical(first, second):
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One finished run of two epochs, made once; tests copy it."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        make_it_small(patch)
+        run(tiny(out), rich.console.Console(quiet=True))
+    return out
+
+
+def test_a_run_writes_options_metrics_and_result(finished):
+    records = run_directory.RunDirectory(finished).read_metrics()
+    result = run_directory.RunDirectory(finished).read_result()
+    config = json.loads((finished / "config.json").read_text())
+    assert config["width"] == 8
+    assert [r["kind"] for r in records] == (["step"] * 3 + ["epoch"]) * 2
+    assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert result["final_loss"] == records[-1]["loss"]
+    assert result["test_accuracy"] == records[-1]["test_accuracy"]
+    assert result["temp_nbytes"] > 1e5
+    assert result["residual_nbytes"] > 1e6
+    assert result["peak_resident_nbytes"] > 1e8
+
+
+def test_one_epoch_and_a_resumed_one_are_two_epochs_bit_for_bit(
+    finished, tmp_path, console
+):
+    out = tmp_path / "run"
+    run(tiny(out, epochs=1), console)
+    run(tiny(out, epochs=2, resume=True), console)
+    num_epochs, resumed = saved_state(tiny(out))
+    num_epochs_at_once, at_once = saved_state(tiny(finished))
+    assert num_epochs == num_epochs_at_once == 2
+    assert_identical(resumed, at_once)
+    assert losses(out) == losses(finished)
+
+
+def test_an_interrupt_loses_no_finished_epoch(finished, tmp_path, monkeypatch, console):
+    out = tmp_path / "run"
+    calls = 0
+
+    def interrupted(*arguments, **options):
+        nonlocal calls
+        for batch in loop_batches(*arguments, **options):
+            calls += 1
+            if calls == 5:  # in the middle of the second epoch
+                raise KeyboardInterrupt
+            yield batch
+
+    loop_batches = loop.training_batches
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "training_batches", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny(out), console)
+    assert saved_state(tiny(out))[0] == 1
+    run(tiny(out, resume=True), console)
+    assert_identical(saved_state(tiny(out)), saved_state(tiny(finished)))
+    assert losses(out) == losses(finished)
+
+
+def test_an_interrupt_while_saving_keeps_the_checkpoint_before(
+    finished, tmp_path, monkeypatch, console
+):
+    out = tmp_path / "run"
+    save = Checkpoints.save
+
+    def interrupted(self, num_epochs, state, identity):
+        if num_epochs == 2:
+            raise KeyboardInterrupt
+        save(self, num_epochs, state, identity)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny(out), console)
+    # What a killed process leaves behind: an unfinished folder, and half a line.
+    shutil.copytree(
+        out / "checkpoints" / "1", out / "checkpoints" / "2.orbax-checkpoint-tmp"
+    )
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "st')
+    run(tiny(out, resume=True), console)
+    assert_identical(saved_state(tiny(out)), saved_state(tiny(finished)))
+    assert losses(out) == losses(finished)
+
+
+def test_a_run_without_a_finished_epoch_resumes_from_the_start(
+    finished, tmp_path, console
+):
+    out = tmp_path / "run"
+    out.mkdir()
+    shutil.copy(finished / "config.json", out)
+    (out / "metrics.jsonl").write_text((finished / "metrics.jsonl").read_text()[:150])
+    run(tiny(out, resume=True), console)
+    assert losses(out) == losses(finished)
+
+
+def test_resuming_with_other_options_is_an_error_that_names_them(
+    finished, tmp_path, console
+):
+    out = shutil.copytree(finished, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"`--seed` is 1, but the run in .* has 0"):
+        run(tiny(out, seed=1, resume=True), console)
+
+
+def test_resuming_beyond_the_epochs_of_a_cosine_schedule_is_an_error(tmp_path, console):
+    out = tmp_path / "run"
+    run(tiny(out, epochs=1, schedule="cosine"), console)
+    with pytest.raises(ValueError, match=r"`--epochs` is 2, but the run in .* has 1"):
+        run(tiny(out, epochs=2, schedule="cosine", resume=True), console)
+
+
+def test_resuming_to_fewer_epochs_is_an_error(finished, tmp_path, console):
+    out = shutil.copytree(finished, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"`--epochs` is 1, .* has finished 2"):
+        run(tiny(out, epochs=1, resume=True), console)
+
+
+def test_resuming_where_there_is_no_run_is_an_error(tmp_path, console):
+    with pytest.raises(FileNotFoundError, match="`--resume` found no run in"):
+        run(tiny(tmp_path / "absent", resume=True), console)
+
+
+def test_a_new_run_does_not_overwrite_another(finished, console):
+    with pytest.raises(ValueError, match=r"already holds a run. Pass `--resume`"):
+        run(tiny(finished), console)
+
+
+def test_a_damaged_checkpoint_is_an_error_that_names_its_folder(
+    finished, tmp_path, console
+):
+    out = shutil.copytree(finished, tmp_path / "run")
+    folder = out / "checkpoints" / "2"
+    for path in (folder / "state").rglob("*"):
+        if path.is_file() and "ocdbt" not in path.name and path.stat().st_size > 200:
+            path.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=f"{re.escape(str(folder))}` cannot be read"):
+        run(tiny(out, epochs=3, resume=True), console)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, console):
+    with pytest.raises(FloatingPointError, match="smaller `--learning-rate`"):
+        run(tiny(tmp_path / "run", learning_rate=1e30), console)
+
+
+def test_a_batch_beyond_the_data_is_an_error(tmp_path, console):
+    with pytest.raises(ValueError, match="`--batch` must be at most 48"):
+        run(tiny(tmp_path / "run", batch=49), console)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bits", "9"], "`--bits` must be one of 1, 2, 3, 4, 8, but got 9."),
+        (["--batch", "0"], "`--batch` must be at least 1, but got 0."),
+        (["--epochs", "0"], "`--epochs` must be at least 1, but got 0."),
+        (["--width", "-1"], "`--width` must be at least 1, but got -1."),
+        (["--seed", "-1"], "`--seed` must be at least 0, but got -1."),
+        (["--learning-rate", "0"], "`--learning-rate` must be a finite number above 0"),
+        (["--weight-decay", "nan"], "`--weight-decay` must be a finite number from 0"),
+        (["--seeds", "2"], "`--seeds` above 1 needs `--compare`."),
+        (["--methods", "none", "none"], "`--methods` must be different methods"),
+        (["--resume"], "`--resume` needs `--out DIRECTORY`"),
+        (["--policy", "dots"], "`--policy` of method none must be one of default"),
+        (
+            ["--method", "checkpoint", "--policy", "dots"],
+            "must be one of default, nothing_saveable, dots_saveable",
+        ),
+        (["--data", "cifar10"], "unpack it in `data`, or pass `--data-dir`"),
+    ],
+)
+def test_a_bad_option_is_an_error_that_names_it(arguments, message, capsys):
+    assert train.main(arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_unknown_method_is_an_error_that_lists_the_methods(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--method", "magic"])
+    message = capsys.readouterr().err
+    assert all(name in message for name in ("--method", "magic", "checkpoint-best"))
+
+
+def test_an_unknown_method_name_is_an_error():
+    with pytest.raises(ValueError, match=r"`--method` must be one of none, .* 'magic'"):
+        methods.make_method("magic", bits=2, policy="default")
+
+
+def test_help_lists_every_option(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for option in TrainConfig.__dataclass_fields__:
+        assert f"--{option.replace('_', '-')}" in text
+
+
+def test_the_command_line_of_a_config_gives_the_config_back(tmp_path, monkeypatch):
+    config = TrainConfig(
+        width=8, method="compress", seed=3, optimizer="adamw", out=tmp_path, resume=True
+    )
+    parsed = []
+    monkeypatch.setattr(train, "_train", lambda config, console: parsed.append(config))
+    assert train.main(config.to_arguments()) == 0
+    assert parsed == [config]
+
+
+def test_a_comparison_ends_with_a_table_metrics_and_plots(tmp_path, monkeypatch):
+    # In this process, and on few digits; the program itself uses fresh processes.
+    monkeypatch.setattr(compare, "_run_in_process", run)
+    console = rich.console.Console(record=True, width=150, quiet=False)
+    config = tiny(
+        tmp_path / "run", epochs=1, compare=True, methods=("none", "checkpoint")
+    )
+    results = compare.run(config, console)
+    text = console.export_text()
+    assert [r["method"] for r in results] == ["none", "checkpoint"]
+    for words in ("no wrapping", "jax.checkpoint", "Step time", "Test accuracy"):
+        assert words in text
+    records = run_directory.RunDirectory(tmp_path / "run").read_metrics()
+    assert {r["method"] for r in records} == {"none", "checkpoint"}
+    for name in ("loss.png", "memory.png"):
+        assert (tmp_path / "run" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_methods_start_from_the_same_weights_and_batches(tmp_path, console):
+    runs = [tiny(tmp_path / m, epochs=1, method=m) for m in ("none", "checkpoint")]
+    for config in runs:
+        run(config, console)
+    (_, first), *_ = losses(tmp_path / "none")
+    (_, second), *_ = losses(tmp_path / "checkpoint")
+    np.testing.assert_allclose(first, second, rtol=1e-5)
+
+
+def test_the_residual_bytes_of_the_methods_are_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "MODELS", {"resnet18": resnet.resnet18})
+    nbytes = {
+        method: setup.residual_nbytes(setup.set_up(tiny(tmp_path, method=method)))
+        for method in ("none", "checkpoint", "compress")
+    }
+    assert nbytes["checkpoint"] < nbytes["none"] / 4
+    assert nbytes["compress"] < nbytes["none"] / 20
+
+
+def test_a_failing_run_ends_the_comparison_with_its_status(tmp_path, console):
+    config = tiny(tmp_path / "run", data="cifar10", data_dir=tmp_path, compare=True)
+    with pytest.raises(ValueError, match="method none ended with status 2"):
+        compare.run(config, console)
+
+
+def test_ctrl_c_ends_the_program_with_the_way_to_resume(tmp_path, monkeypatch, capsys):
+    def interrupt(*unused):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", interrupt)
+    assert train.main(["--out", str(tmp_path / "run")]) == 130
+    assert "--resume continues after them" in " ".join(capsys.readouterr().out.split())
+
+
+def test_sigint_ends_a_process_after_its_last_finished_epoch(tmp_path):
+    out = tmp_path / "run"
+    arguments = tiny(out, epochs=1000).to_arguments()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "models.train", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while process.poll() is None and not (out / "checkpoints" / "1").exists():
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Interrupted." in output
+    num_epochs, _ = saved_state(tiny(out))
+    assert num_epochs >= 1
