@@ -15,6 +15,75 @@
 #include "format/noise.h"
 #include "format/packed.h"
 
+// What SIMDe 0.7.4 lacks, by halves.
+namespace {
+
+using Half = simde__m256i;
+
+inline simde__m512i Join(Half low, Half high) {
+  return simde_mm512_inserti64x4(simde_mm512_castsi256_si512(low), high, 1);
+}
+inline Half Low(simde__m512i v) { return simde_mm512_castsi512_si256(v); }
+inline Half High(simde__m512i v) { return simde_mm512_extracti64x4_epi64(v, 1); }
+inline simde__m512 JoinFloats(simde__m256 low, simde__m256 high) {
+  return simde_mm512_castsi512_ps(
+      Join(simde_mm256_castps_si256(low), simde_mm256_castps_si256(high)));
+}
+inline simde__m256 LowFloats(simde__m512 v) { return simde_mm512_castps512_ps256(v); }
+inline simde__m256 HighFloats(simde__m512 v) {
+  return simde_mm256_castsi256_ps(High(simde_mm512_castps_si512(v)));
+}
+inline simde__m128i Low(Half v) { return simde_mm256_castsi256_si128(v); }
+inline simde__m128i High(Half v) { return simde_mm256_extracti128_si256(v, 1); }
+
+inline simde__m512i CvtU16(Half v) {
+  return Join(simde_mm256_cvtepu16_epi32(Low(v)), simde_mm256_cvtepu16_epi32(High(v)));
+}
+inline simde__m512i CvtU8(Half v) {
+  return Join(simde_mm256_cvtepu8_epi16(Low(v)), simde_mm256_cvtepu8_epi16(High(v)));
+}
+inline simde__m512 CvtHalf(Half v) {
+  return JoinFloats(simde_mm256_cvtph_ps(Low(v)), simde_mm256_cvtph_ps(High(v)));
+}
+inline Half CvtToHalf(simde__m512 v, int rounding) {
+  return simde_mm256_set_m128i(simde_mm256_cvtps_ph(HighFloats(v), rounding),
+                               simde_mm256_cvtps_ph(LowFloats(v), rounding));
+}
+inline Half Narrow(simde__m512i v) {
+  simde__m512i_private words = simde__m512i_to_private(v);
+  simde__m256i_private narrow = simde__m256i_to_private(simde_mm256_setzero_si256());
+  for (int i = 0; i < 16; ++i) narrow.i16[i] = static_cast<int16_t>(words.i32[i]);
+  return simde__m256i_from_private(narrow);
+}
+// SIMDe's own conversion is undefined for what does not fit.
+inline simde__m512i Truncate(simde__m512 v) {
+  simde__m512_private floats = simde__m512_to_private(v);
+  simde__m512i_private ints = simde__m512i_to_private(simde_mm512_setzero_si512());
+  for (int i = 0; i < 16; ++i) {
+    const float f = floats.f32[i];
+    ints.i32[i] = f >= -0x1p31f && f < 0x1p31f ? static_cast<int32_t>(f) : INT32_MIN;
+  }
+  return simde__m512i_from_private(ints);
+}
+inline simde__m512 ToFloats(simde__m512i v) {
+  return JoinFloats(simde_mm256_cvtepi32_ps(Low(v)), simde_mm256_cvtepi32_ps(High(v)));
+}
+
+}  // namespace
+
+#define _mm512_cvtepu16_epi32 CvtU16
+#define _mm512_cvtepu8_epi16 CvtU8
+#define _mm512_cvtph_ps CvtHalf
+#define _mm512_cvtps_ph CvtToHalf
+#define _mm512_cvtepi32_epi16 Narrow
+#define _mm512_cvttps_epi32 Truncate
+#define _mm512_cvtepi32_ps ToFloats
+#define _mm512_extractf32x8_ps(v, half) HighFloats(v)
+#ifndef _MM_FROUND_NO_EXC
+#define _MM_FROUND_NO_EXC SIMDE_MM_FROUND_NO_EXC
+#define _MM_FROUND_TO_NEAREST_INT SIMDE_MM_FROUND_TO_NEAREST_INT
+#endif
+
 #define INLINE [[maybe_unused]] inline __attribute__((always_inline))
 
 namespace dafjax {
