@@ -114,7 +114,8 @@ def positions(name: str, numbers: Sequence[int], args: Sequence[Any]) -> list[in
 def _out_of_range(name: str, number: int, args: Sequence[Any]) -> ValueError:
     return ValueError(
         f"`remat_compress({name}=...)` names the argument {number}, but the function "
-        f"was called with {len(args)} positional arguments. Pass that argument by position."
+        f"was called with {len(args)} positional arguments. Pass that argument by "
+        "position."
     )
 
 

@@ -1,10 +1,9 @@
 """The derivative rule of a traced function: a plan, run forward and backward."""
 
-import contextlib
-import contextvars
+import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -14,9 +13,9 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from dafjax._graph import ClosedJaxpr, as_function
 from dafjax._passes import Ties, run_backward, run_forward
 from dafjax._plan import Plan, make_plan
-from dafjax._residuals import differentiate
+from dafjax._recorder import current_recorder, recorder_set_to
+from dafjax._residuals import differentiate, vjp_of_perturbed
 from dafjax._schedule import schedule_backward
-from dafjax._typing import ArrayTree
 from dafjax.codecs import AbstractCodec
 from dafjax.policies import AbstractPolicy
 from dafjax.stores import AbstractStore
@@ -40,20 +39,20 @@ def differentiable(
     evaluate = as_function(closed)
 
     @functools.lru_cache(maxsize=16)
-    def derivative(perturbed: tuple[bool, ...]) -> "_Derivative":
+    def derivative(perturbed: tuple[bool, ...], recorded: bool) -> _Rule:
         # Wrapped functions inside this one are traced here; their residuals are part of
         # this plan.
-        token = _RECORDER.set(None)
-        try:
-            plan = make_plan(
-                differentiate(closed, perturbed),
-                policy=options.policy,
-                codec=options.codec,
-                activations=activations,
-            )
-        finally:
-            _RECORDER.reset(token)
-        return _Derivative(plan, options)
+        with recorder_set_to(None):
+            program = differentiate(closed, perturbed)
+        plan = make_plan(
+            program,
+            policy=options.policy,
+            codec=options.codec,
+            activations=activations,
+        )
+        if plan.compresses or recorded:
+            return _ScheduledRule(plan, options)
+        return _PlainRule(plan, evaluate)
 
     @jax.custom_vjp
     def function(seed: jax.Array, *arguments: Any) -> list[Any]:
@@ -61,71 +60,120 @@ def differentiable(
         return evaluate(*arguments)
 
     def forward(seed: Any, *arguments: Any) -> tuple[list[Any], Any]:
-        rule = derivative(tuple(_is_perturbed(argument) for argument in arguments))
-        recorder = _RECORDER.get()
-        if recorder is not None and rule.plan not in recorder:
-            recorder.append(rule.plan)
-        values = [_primal(argument) for argument in arguments]
-        results, stored = rule.forward(_primal(seed), values)
-        kept = {number: values[number] for number in rule.plan.arguments}
-        return results, (_Rule(rule), stored, kept)
+        rule = derivative(
+            tuple(_is_perturbed(argument) for argument in arguments),
+            current_recorder() is not None,
+        )
+        results, residuals = rule.forward(
+            _primal(seed), [_primal(argument) for argument in arguments]
+        )
+        return results, (_Carried(rule), residuals)
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        rule, stored, kept = residuals
-        program = rule.derivative.plan.program
-        wanted = [
-            _instantiate(cotangent)
-            for cotangent, wanted in zip(
-                cotangents, program.differentiable, strict=True
+        carried, residuals = residuals
+        program = carried.rule.plan.program
+        gradients = iter(
+            carried.rule.backward(
+                residuals,
+                [
+                    _instantiate(cotangent)
+                    for cotangent, wanted in zip(
+                        cotangents, program.differentiable, strict=True
+                    )
+                    if wanted
+                ],
             )
-            if wanted
-        ]
-        gradients = iter(rule.derivative.backward(kept, stored, wanted))
+        )
         return None, *(next(gradients) if p else None for p in program.perturbed)
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function
 
 
+class _Rule(abc.ABC):
+    """The forward and the backward pass of a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    @abc.abstractmethod
+    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Returns the results and a pytree of what waits for the backward pass."""
+
+    @abc.abstractmethod
+    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
+        """Returns the cotangents of the perturbed arguments."""
+
+
 @final
-class _Derivative:
-    """The two passes of one plan, each compiled once when called eagerly."""
+class _PlainRule(_Rule):
+    """Ordinary reverse-mode differentiation, for a plan that compresses nothing.
+
+    Bit for bit what JAX computes, and differentiable any number of times.
+    """
+
+    def __init__(self, plan: Plan, function: Callable[..., list[Any]]) -> None:
+        super().__init__(plan)
+        self._function = function
+
+    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        del seed
+        program = self.plan.program
+        return vjp_of_perturbed(
+            self._function, arguments, program.perturbed, program.differentiable
+        )
+
+    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
+        return residuals(list(cotangents))
+
+
+@final
+class _ScheduledRule(_Rule):
+    """Both passes equation by equation; compiled once when called eagerly."""
 
     def __init__(self, plan: Plan, options: Options) -> None:
-        self.plan = plan
-        schedule = schedule_backward(plan)
+        super().__init__(plan)
+        self._run_forward = functools.partial(
+            run_forward, plan, store=options.store, ties=options.ties
+        )
+        self._run_backward = functools.partial(
+            run_backward,
+            plan,
+            schedule_backward(plan),
+            store=options.store,
+            ties=options.ties,
+        )
+        self._forward = jax.jit(self._run_forward, inline=True)
+        self._backward = jax.jit(self._run_backward, inline=True)
 
-        def forward(
-            seed: Any, arguments: Sequence[Any]
-        ) -> tuple[list[Any], list[ArrayTree]]:
-            return run_forward(
-                plan, arguments, store=options.store, ties=options.ties, seed=seed
-            )
+    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        recorder = current_recorder()
+        run = self._forward
+        if recorder is not None:
+            run = self._named(recorder.name(self.plan))
+        results, stored = run(arguments, seed=seed)
+        kept = {number: arguments[number] for number in self.plan.arguments}
+        return results, (kept, stored)
 
-        def backward(
-            kept: dict[int, Any], stored: Sequence[ArrayTree], cotangents: Sequence[Any]
-        ) -> list[Any]:
-            return run_backward(
-                plan,
-                schedule,
-                kept,
-                stored,
-                cotangents,
-                store=options.store,
-                ties=options.ties,
-            )
+    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
+        kept, stored = residuals
+        return self._backward(kept, stored, cotangents)
 
-        self.forward = jax.jit(forward, inline=True)
-        self.backward = jax.jit(backward, inline=True)
+    def _named(self, name: str) -> Callable[..., Any]:
+        def run(arguments: Sequence[Any], *, seed: Any) -> Any:
+            return self._run_forward(arguments, seed=seed)
+
+        run.__name__ = name
+        return jax.jit(run)
 
 
 @final
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Rule:
-    """Carries the derivative from forward to backward rule in the tree structure."""
+class _Carried:
+    """Carries the rule from the forward to the backward pass, in the tree structure."""
 
-    derivative: _Derivative
+    rule: _Rule
 
 
 def _is_perturbed(argument: Any) -> bool:
@@ -145,19 +193,3 @@ def _instantiate(cotangent: Any) -> Any:
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype)
     return cotangent
-
-
-@contextlib.contextmanager
-def record_plans() -> Iterator[list[Plan]]:
-    """Collects the plans of the wrapped functions that are differentiated meanwhile."""
-    plans: list[Plan] = []
-    token = _RECORDER.set(plans)
-    try:
-        yield plans
-    finally:
-        _RECORDER.reset(token)
-
-
-_RECORDER: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar(
-    "plans", default=None
-)

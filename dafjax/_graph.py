@@ -3,6 +3,7 @@
 This file and `_residuals.py` are the only ones that look inside a jaxpr.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
@@ -156,6 +157,29 @@ def trace(
 def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     """Returns the function that was traced, of flat arguments, with a flat result."""
     return jex_core.jaxpr_as_fun(closed)
+
+
+def count_calls(closed: ClosedJaxpr) -> collections.Counter[str]:
+    """Counts how often a program calls each function that `jax.jit` wraps, by name.
+
+    A call in the body of a `scan` counts once for each iteration. Of a function that
+    has been split (JAX moves what is the same in every iteration out of a loop), the
+    largest part counts.
+    """
+    calls: dict[str, collections.Counter[int]] = {}
+
+    def visit(jaxpr: jex_core.Jaxpr, times: int) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("jit", "pjit"):
+                num_equations = len(eqn.params["jaxpr"].eqns)
+                of_name = calls.setdefault(eqn.params["name"], collections.Counter())
+                of_name[num_equations] += times
+            length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for body in jex_core.jaxprs_in_params(eqn.params):
+                visit(body, times * length)
+
+    visit(closed.jaxpr, 1)
+    return collections.Counter({name: n[max(n)] for name, n in calls.items()})
 
 
 def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:

@@ -129,26 +129,13 @@ def _trace(
     perturbed: Sequence[bool],
     differentiable: Sequence[bool],
 ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Traces arguments -> results, residuals and residuals, cotangents -> gradients.
-
-    The pullback that `jax.vjp` returns is a pytree whose leaves are the residuals.
-    """
+    """Traces arguments -> results, residuals and residuals, cotangents -> gradients."""
     function = as_function(closed)
     pullbacks: list[Callable[[Sequence[Any]], Any]] = []
 
     def forward(*arguments: Any) -> tuple[list[Any], list[Any]]:
-        def of_perturbed(*chosen: Any) -> tuple[list[Any], list[Any]]:
-            remaining = iter(chosen)
-            results = function(
-                *(
-                    next(remaining) if moves else value
-                    for value, moves in zip(arguments, perturbed, strict=True)
-                )
-            )
-            return _where(results, differentiable), results
-
-        _, pullback, results = jax.vjp(
-            of_perturbed, *_where(arguments, perturbed), has_aux=True
+        results, pullback = vjp_of_perturbed(
+            function, arguments, perturbed, differentiable
         )
         leaves, structure = jax.tree.flatten(pullback)
         pullbacks.append(lambda leaves: jax.tree.unflatten(structure, leaves))
@@ -163,6 +150,33 @@ def _trace(
         [_abstract(aval) for aval in _where(closed.out_avals, differentiable)],
     )
     return traced, transposed
+
+
+def vjp_of_perturbed(
+    function: Callable[..., list[Any]],
+    arguments: Sequence[Any],
+    perturbed: Sequence[bool],
+    differentiable: Sequence[bool],
+) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Returns all results, and the pullback of the differentiable ones.
+
+    The pullback is a pytree whose leaves are the residuals.
+    """
+
+    def of_perturbed(*chosen: Any) -> tuple[list[Any], list[Any]]:
+        remaining = iter(chosen)
+        results = function(
+            *(
+                next(remaining) if moves else value
+                for value, moves in zip(arguments, perturbed, strict=True)
+            )
+        )
+        return _where(results, differentiable), results
+
+    _, pullback, results = jax.vjp(
+        of_perturbed, *_where(arguments, perturbed), has_aux=True
+    )
+    return results, pullback
 
 
 def _where(items: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:

@@ -131,10 +131,10 @@ class CompressExpensive(AbstractPolicy):
         min_nbytes: Smaller arrays are saved raw.
 
     Example:
-        >>> import dafjax
+        >>> import dafjax, jax
         >>> policy = dafjax.policies.CompressExpensive(dafjax.codecs.Affine(bits=4))
-        >>> dafjax.remat_compress(lambda x: (x * x).sum(), policy=policy)(2.0)
-        Array(4., dtype=float32, weak_type=True)
+        >>> dafjax.remat_compress(lambda x: x * x, policy=policy)(jax.numpy.float32(2))
+        Array(4., dtype=float32)
     """
 
     codec: AbstractCodec | None = None

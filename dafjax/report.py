@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import jax
 
-from dafjax._derivative import record_plans
+from dafjax._graph import count_calls, trace
 from dafjax._plan import Kept
+from dafjax._recorder import record_plans
 
 
 @final
@@ -17,25 +18,30 @@ class SavedResiduals:
     """What is kept of the functions that `remat_compress` wraps.
 
     Attributes:
-        kept: Every value that waits for the backward pass, in order.
+        kept: The values that wait for the backward pass.
+        counts: How often each of them is kept: once for each iteration of a `scan`.
     """
 
     kept: tuple[Kept, ...]
+    counts: tuple[int, ...]
 
     @property
     def raw_nbytes(self) -> int:
         """Bytes the kept values have as ordinary arrays."""
-        return sum(item.raw_nbytes for item in self.kept)
+        return sum(item.raw_nbytes * n for item, n in self._counted())
 
     @property
     def stored_nbytes(self) -> int:
         """Bytes they take while they wait."""
-        return sum(item.stored_nbytes for item in self.kept)
+        return sum(item.stored_nbytes * n for item, n in self._counted())
+
+    def _counted(self) -> Iterator[tuple[Kept, int]]:
+        return zip(self.kept, self.counts, strict=True)
 
     def __str__(self) -> str:
         header = ("name", "value", "decision", "raw", "stored", "source")
-        rows = [_row(item) for item in self.kept]
-        total = f"{len(rows)} residuals"
+        rows = [_row(item, n) for item, n in self._counted()]
+        total = f"{sum(self.counts)} residuals"
         ratio = self.raw_nbytes / self.stored_nbytes if self.stored_nbytes else 1.0
         summary = (
             total,
@@ -63,7 +69,8 @@ def saved_residuals(
     """Lists what wrapped functions keep when a function is differentiated.
 
     Nothing is computed. Every argument counts as differentiated; close over those that
-    are not. What is kept inside a loop is listed once, for one iteration.
+    are not. Only what is traced anew is seen: pass a function whose inner `jax.jit`s
+    have not been differentiated before.
 
     Args:
         fun: A function made by `remat_compress`, or one that calls such functions.
@@ -88,15 +95,24 @@ def saved_residuals(
         _, pullback = jax.vjp(lambda args: fun(*args, **kwargs), args)
         return pullback
 
-    with record_plans() as plans:
-        jax.eval_shape(differentiated, args, kwargs)
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    with record_plans() as recorder:
+        closed, _, _ = trace(
+            lambda *leaves: differentiated(*jax.tree.unflatten(structure, leaves)),
+            leaves,
+        )
+    calls = count_calls(closed)
+    plans = {name: plan for name, plan in recorder.plans.items() if calls[name]}
     if not plans:
         raise ValueError(
             f"`saved_residuals(fun)`: `{getattr(fun, '__name__', fun)!s}` calls no "
             "function wrapped by `remat_compress` (or one with `bits=None`). Wrap it "
             "first: `saved_residuals(remat_compress(fun), *args)`."
         )
-    return SavedResiduals(tuple(item for plan in plans for item in plan.kept))
+    counted = [(k, calls[name]) for name, plan in plans.items() for k in plan.kept]
+    return SavedResiduals(
+        kept=tuple(kept for kept, _ in counted), counts=tuple(n for _, n in counted)
+    )
 
 
 def print_saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -116,15 +132,17 @@ def print_saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) ->
     print(saved_residuals(fun, *args, **kwargs))
 
 
-def _row(item: Kept) -> tuple[str, ...]:
+def _row(item: Kept, count: int) -> tuple[str, ...]:
     dtype = getattr(item.dtype, "name", str(item.dtype))
+    times = "" if count == 1 else f" x {count}"
     return (
         _place(item),
-        f"{dtype}[{','.join(map(str, item.shape))}]",
+        f"{dtype}[{','.join(map(str, item.shape))}]{times}",
         "save" if item.codec is None else f"compress {item.codec}",
-        _readable(item.raw_nbytes),
-        _readable(item.stored_nbytes),
-        item.source,
+        _readable(item.raw_nbytes * count),
+        _readable(item.stored_nbytes * count),
+        # Of an installed package, the part that tells which.
+        item.source.rpartition("site-packages/")[2],
     )
 
 

@@ -1,0 +1,58 @@
+"""Which plans are part of a program that is being traced."""
+
+import contextlib
+import contextvars
+import itertools
+from collections.abc import Iterator
+from typing import final
+
+from dafjax._plan import Plan
+
+
+@final
+class PlanRecorder:
+    """Collects the plans of the wrapped functions that are traced meanwhile.
+
+    Every forward pass traced is a call of a name of its own, so that a program can be
+    searched for those that are part of it: JAX also traces some that are not.
+    """
+
+    # Names are never used again: JAX may hand out a trace that it made before.
+    _NUMBERS = itertools.count()
+
+    def __init__(self) -> None:
+        self.plans: dict[str, Plan] = {}
+
+    def name(self, plan: Plan) -> str:
+        """Returns the name for one more forward pass of a plan."""
+        name = f"dafjax_forward_{next(self._NUMBERS)}"
+        self.plans[name] = plan
+        return name
+
+
+@contextlib.contextmanager
+def record_plans() -> Iterator[PlanRecorder]:
+    """Collects the plans of the wrapped functions that are differentiated meanwhile."""
+    recorder = PlanRecorder()
+    with recorder_set_to(recorder):
+        yield recorder
+
+
+@contextlib.contextmanager
+def recorder_set_to(recorder: PlanRecorder | None) -> Iterator[None]:
+    """Makes a recorder, or none, the one that traced forward passes report to."""
+    token = _RECORDER.set(recorder)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)
+
+
+_RECORDER: contextvars.ContextVar[PlanRecorder | None] = contextvars.ContextVar(
+    "recorder", default=None
+)
+
+
+def current_recorder() -> PlanRecorder | None:
+    """Returns the recorder that traced forward passes report to, if there is one."""
+    return _RECORDER.get()

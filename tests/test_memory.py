@@ -1,0 +1,141 @@
+"""The compiled program: its temporary bytes, and what each tie is for."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dafjax
+from dafjax import _remat_compress
+from dafjax._passes import Ties
+from tests import networks
+
+
+DEFAULT = "CPU_SCHEDULER_TYPE_DEFAULT"
+MEMORY_OPTIMIZED = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+
+# 16 blocks whose activations have 1 MiB each.
+DEPTH, BATCH, CHANNELS = 16, 32, 32
+MIB = 2**20
+
+
+def temp_nbytes(loss, *arguments, scheduler=DEFAULT):
+    compiled = jax.jit(jax.grad(loss)).lower(*arguments)
+    options = {"xla_cpu_scheduler_type": scheduler} if scheduler != DEFAULT else None
+    memory = compiled.compile(compiler_options=options).memory_analysis()
+    return memory.temp_size_in_bytes
+
+
+def example(depth=DEPTH):
+    params = jax.eval_shape(
+        lambda: networks.conv_params(jax.random.key(0), depth, CHANNELS)
+    )
+    x = jax.ShapeDtypeStruct((BATCH, 16, 16, CHANNELS), jnp.float32)
+    return params, x
+
+
+@functools.cache
+def plain_nbytes(scheduler=DEFAULT):
+    return temp_nbytes(networks.conv_loss, *example(), scheduler=scheduler)
+
+
+def set_ties(monkeypatch, **ties):
+    monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(**ties))
+
+
+@pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
+def test_the_whole_loss_wrapped_needs_a_fifth(scheduler):
+    got = temp_nbytes(
+        dafjax.remat_compress(networks.conv_loss), *example(), scheduler=scheduler
+    )
+    assert got < 0.2 * plain_nbytes(scheduler)
+
+
+@pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
+def test_every_block_wrapped_needs_a_quarter(scheduler):
+    wrap_block = functools.partial(dafjax.remat_compress, activation_argnums=1)
+    got = temp_nbytes(
+        functools.partial(networks.conv_loss, wrap_block=wrap_block),
+        *example(),
+        scheduler=scheduler,
+    )
+    assert got < 0.25 * plain_nbytes(scheduler)
+
+
+def test_a_scan_over_wrapped_blocks_needs_a_fifth():
+    params, x = example()
+    stacked = jax.tree.map(
+        lambda *leaves: jax.ShapeDtypeStruct(
+            (DEPTH, *leaves[0].shape), leaves[0].dtype
+        ),
+        *params,
+    )
+
+    def loss(block, stacked, x):
+        x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, stacked)
+        return jnp.mean(x**2)
+
+    plain = temp_nbytes(functools.partial(loss, networks.conv_block), stacked, x)
+    wrapped = dafjax.remat_compress(networks.conv_block, activation_argnums=1)
+    assert temp_nbytes(functools.partial(loss, wrapped), stacked, x) < 0.2 * plain
+
+
+@pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
+def test_a_further_layer_adds_what_the_plan_says(scheduler):
+    """Twice the layers add the bytes of the plan, and little else."""
+    wrapped = dafjax.remat_compress(networks.conv_loss)
+    nbytes, stored = [], []
+    for depth in (DEPTH, 2 * DEPTH):
+        arguments = example(depth)
+        nbytes.append(temp_nbytes(wrapped, *arguments, scheduler=scheduler))
+        stored.append(dafjax.saved_residuals(wrapped, *arguments).stored_nbytes)
+    added = (nbytes[1] - nbytes[0]) / DEPTH
+    predicted = (stored[1] - stored[0]) / DEPTH
+    # XLA may keep a copy of a kernel. Less: the last layers' residuals are gone where
+    # the backward pass needs most.
+    kernel = 9 * CHANNELS * CHANNELS * 4
+    assert predicted * 0.7 < added < predicted * 1.1 + 2 * kernel
+
+
+def test_without_forward_ties_packing_is_put_off(monkeypatch):
+    set_ties(monkeypatch, forward=False)
+    got = temp_nbytes(
+        dafjax.remat_compress(networks.conv_loss),
+        *example(),
+        scheduler=MEMORY_OPTIMIZED,
+    )
+    assert got > 0.3 * plain_nbytes(MEMORY_OPTIMIZED)
+
+
+def test_without_a_cotangent_to_wait_for_unpacking_is_early(monkeypatch):
+    set_ties(monkeypatch, cotangent=False)
+    got = temp_nbytes(dafjax.remat_compress(networks.conv_loss), *example())
+    assert got > 0.4 * plain_nbytes()
+
+
+def test_without_outgoing_ties_reductions_are_put_off(monkeypatch):
+    set_ties(monkeypatch, outgoing=False)
+    got = temp_nbytes(
+        dafjax.remat_compress(networks.conv_loss),
+        *example(),
+        scheduler=MEMORY_OPTIMIZED,
+    )
+    assert got > 0.3 * plain_nbytes(MEMORY_OPTIMIZED)
+
+
+def test_ties_copy_no_activation():
+    """Results of a tie take the buffers of its operands."""
+    params, x = example(depth=4)
+    compiled = (
+        jax.jit(jax.grad(dafjax.remat_compress(networks.conv_loss)))
+        .lower(params, x)
+        .compile()
+    )
+    large = f"f32[{BATCH},16,16,{CHANNELS}]"
+    text = compiled.as_text()
+    assert "dafjax_tie" in text
+    # What goes into a tie or comes out of it and is copied only for that.
+    copied = re.findall(rf"= {re.escape(large)}\S* copy\(%(\S+)\)", text)
+    assert [name for name in copied if "tie" in name or "tuple" in name] == []

@@ -1,0 +1,100 @@
+"""The order of the backward pass, without running it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dafjax._plan import make_plan
+from dafjax._primitives import is_cheap
+from dafjax._residuals import differentiate
+from dafjax._schedule import schedule_backward
+from dafjax.codecs import Affine
+from dafjax.policies import CompressExpensive
+from tests import networks
+
+
+@pytest.fixture
+def plan(key):
+    params, x = networks.conv_example(key, depth=4)
+    leaves, structure = jax.tree.flatten((params, x))
+
+    def loss(*leaves):
+        return networks.conv_loss(*jax.tree.unflatten(structure, leaves))
+
+    return make_plan(
+        differentiate(jax.make_jaxpr(loss)(*leaves), [True] * len(leaves)),
+        policy=CompressExpensive(min_nbytes=256),
+        codec=Affine(),
+    )
+
+
+def stretches(steps):
+    """Cuts the steps where a stretch begins."""
+    cut = [n for n, step in enumerate(steps) if step.begins]
+    return [steps[a:b] for a, b in zip(cut, [*cut[1:], len(steps)], strict=True)]
+
+
+def test_every_equation_has_one_step_and_the_gradients_the_last(plan):
+    steps = schedule_backward(plan)
+    assert [step.equation for step in steps] == [*plan.program.backward, None]
+
+
+def test_a_stretch_begins_before_every_expensive_equation(plan):
+    for step in schedule_backward(plan):
+        if step.equation is not None and not is_cheap(step.equation.primitive):
+            assert step.begins
+
+
+def test_nothing_is_unpacked_before_the_first_stretch(plan):
+    steps = schedule_backward(plan)
+    first = next(n for n, step in enumerate(steps) if step.begins)
+    assert not any(step.unpacked for step in steps[:first])
+
+
+def test_nothing_is_unpacked_twice_in_a_stretch(plan):
+    for stretch in stretches(schedule_backward(plan)):
+        unpacked = [value for step in stretch for value in step.unpacked]
+        assert len(unpacked) == len(set(unpacked))
+
+
+def test_everything_kept_in_codes_is_unpacked(plan):
+    unpacked = {v for step in schedule_backward(plan) for v in step.unpacked}
+    assert unpacked == {item.value for item in plan.kept if item.codec is not None}
+
+
+def test_what_a_stretch_computed_and_is_needed_later_goes_through_the_next_tie(plan):
+    steps = schedule_backward(plan)
+    gradients = set(plan.program.gradients)
+    for before, after in zip(stretches(steps), stretches(steps)[1:], strict=False):
+        computed = {
+            v for step in before if step.equation for v in step.equation.outputs
+        }
+        assert computed & gradients <= set(after[0].cotangents)
+
+
+def test_saved_values_go_through_the_tie_of_the_stretch_that_reads_them(plan):
+    raw = {item.value for item in plan.kept if item.codec is None}
+    for stretch in stretches(schedule_backward(plan)):
+        read = {
+            v
+            for step in stretch
+            for eqn in (*step.recomputed, step.equation)
+            if eqn is not None
+            for v in eqn.input_values
+        }
+        assert raw & read <= set(stretch[0].given)
+
+
+def test_a_large_argument_does_not_go_through_ties(plan):
+    large = {v for v in plan.arguments if plan.program.avals[v].size * 4 > 16 * 1024}
+    assert large
+    for step in schedule_backward(plan):
+        assert large.isdisjoint(step.given)
+
+
+def test_a_backward_pass_without_compressed_residuals_has_no_stretch():
+    closed = jax.make_jaxpr(lambda x: jnp.sum(x * 2.0))(jnp.ones(3))
+    plan = make_plan(
+        differentiate(closed, [True]), policy=CompressExpensive(), codec=Affine()
+    )
+    assert not any(step.begins for step in schedule_backward(plan))
