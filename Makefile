@@ -1,0 +1,49 @@
+# `make train` and `make test` do everything, set-up included.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt)
+
+.PHONY: train test test-slow test-foreign lint doctor bench clean
+
+# ResNet-18 on handwritten digits: plain, jax.checkpoint, dafjax at 2 bits.
+train: $(VENV)/installed
+	$(RUN) -m models.train --compare
+
+test: $(VENV)/installed
+	$(RUN) -m pytest
+
+# Statistics with more draws, wheels, full-size models.
+test-slow: $(VENV)/installed
+	$(RUN) -m pytest -m "slow and not cuda"
+
+# The kernels under sanitizers, for NEON under qemu-user, for AVX-512 emulated.
+test-foreign: $(VENV)/installed
+	PATH="$(abspath $(VENV)/bin):$$PATH" bash tests/cpp/foreign.sh
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/pyright
+
+doctor: $(VENV)/installed
+	$(RUN) -m dafjax doctor
+
+# The figures of the README, in the order of its table.
+bench: $(VENV)/installed
+	$(RUN) -m benchmarks.step_memory --time --rss
+	$(RUN) -m benchmarks.codec_throughput
+	$(RUN) -m benchmarks.quantizer_cost
+	$(RUN) -m benchmarks.accuracy
+
+$(VENV)/installed: $(SOURCES)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dafjax needs Python 3.11 or newer: make PYTHON=python3.11")'
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --editable '.[models,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build runs
