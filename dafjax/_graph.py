@@ -73,6 +73,11 @@ class Equation:
         )
 
     @property
+    def has_effect(self) -> bool:
+        """Whether it does more than compute its outputs."""
+        return bool(self.jaxpr.eqns[0].effects)
+
+    @property
     def name_stack(self) -> str:
         """Where in the model it stands, for example `"ResNet/Block_0/Conv_0"`."""
         return str(self.jaxpr.eqns[0].source_info.name_stack)
@@ -107,11 +112,14 @@ class Graph:
 def live_equations(
     equations: Sequence[Equation], wanted: Iterable[Atom]
 ) -> tuple[Equation, ...]:
-    """Returns those of the equations that `wanted` depends on, in order."""
+    """Returns those of the equations that `wanted` depends on, in order.
+
+    An equation with an effect, such as printing, is always among them.
+    """
     needed = set(values_of(wanted))
     live = []
     for eqn in reversed(equations):
-        if needed.intersection(eqn.outputs):
+        if eqn.has_effect or needed.intersection(eqn.outputs):
             live.append(eqn)
             needed.update(eqn.input_values)
     return tuple(reversed(live))

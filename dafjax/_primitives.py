@@ -25,8 +25,8 @@ _DISCONTINUOUS = frozenset(
 _REARRANGING = frozenset(
     [
         *("broadcast_in_dim", "concatenate", "device_put", "dynamic_slice"),
-        *("dynamic_update_slice", "expand_dims", "full_like", "gather", "iota", "pad"),
-        *("reshape", "rev", "scatter", "slice", "split", "squeeze", "transpose"),
+        *("dynamic_update_slice", "expand_dims", "full_like", "gather", "iota", "name"),
+        *("pad", "reshape", "rev", "scatter", "slice", "split", "squeeze", "transpose"),
     ]
 )
 

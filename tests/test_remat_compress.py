@@ -453,6 +453,15 @@ class TestComposition:
         got = jax.tree.map(lambda leaf: leaf / 4, total)
         assert_close_but_not_equal(got, jax.grad(networks.mlp_loss)(p, x))
 
+    def test_an_effect_takes_place_once(self, mlp, capsys):
+        def loss(p, x):
+            jax.debug.print("seen {}", x.shape[0])
+            return networks.mlp_loss(p, x)
+
+        jax.block_until_ready(jax.jit(jax.grad(compressed(loss)))(*mlp))
+        jax.effects_barrier()
+        assert capsys.readouterr().out == "seen 32\n"
+
     def test_an_empty_array(self):
         f = lambda x: jnp.sum(jnp.sin(x @ x.T))
         assert jax.grad(compressed(f))(jnp.zeros((0, 4))).shape == (0, 4)
