@@ -32,7 +32,7 @@ def test_padding_bits_are_zero(size: int) -> None:
     assert int(np.bitwise_count(words).sum()) == size
 
 
-def test_bitmask_equals_the_oracle_at_a_spread_of_sizes(rng: np.random.Generator) -> None:
+def test_bitmask_equals_the_oracle_at_many_sizes(rng: np.random.Generator) -> None:
     mask = rng.random((1026, 1536)) < 0.5
     sizes = np.arange(1026)
     mask &= np.arange(1536) < sizes[:, None]
