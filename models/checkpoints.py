@@ -74,8 +74,9 @@ class Checkpoints:
             return self._manager.restore(num_epochs, args=ocp.args.Composite(**items))
         except Exception as error:  # Orbax raises many types for a damaged folder
             folder = self._directory / str(num_epochs)
+            reason = str(error).partition("\n")[0]  # Orbax goes on for pages
             raise ValueError(
                 f"The checkpoint `{folder}` cannot be read. Delete this folder to "
                 "resume from the one before it, if there is one; the reason was: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {reason}"
             ) from error

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import rich.box
 import rich.console
 import rich.table
 
@@ -15,6 +16,15 @@ from models import plots
 from models.config import TrainConfig
 from models.run_directory import Record, RunDirectory
 
+
+_COLUMNS = (
+    "Step\ntime",
+    "Compiled\ntemp",
+    "Saved\nresiduals",
+    "Peak\nRSS",
+    "Final\nloss",
+    "Test\naccuracy",
+)
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -89,43 +99,52 @@ def _merge(method: str, runs: Sequence[Record]) -> Record:
 
 
 def make_table(config: TrainConfig, results: Sequence[Record]) -> rich.table.Table:
-    """Returns the comparison; in brackets the ratio to the first method."""
-    reference = results[0]
+    """Returns the comparison; below each figure stands its ratio to the first row."""
+    first = results[0]
     seeds = f", mean of {config.seeds} seeds" if config.seeds > 1 else ""
     table = rich.table.Table(
         title=(
             f"{config.model}, width {config.width} "
-            f"({reference['num_params'] / 1e6:.2f} M parameters), {config.data}, "
+            f"({first['num_params'] / 1e6:.2f} M parameters), {config.data}, "
             f"batch {config.batch}, {config.epochs} epochs{seeds}"
         ),
-        caption="In brackets: the first row, divided by this row (time: inverse).",
+        caption=(
+            "Ratios are to the first row. Peak RSS is of the whole process, with "
+            "Python, JAX and the compiler; below it, what training added."
+        ),
+        box=rich.box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+        leading=1,
     )
-    table.add_column("Method")
-    for title in (
-        "Step time",
-        "Compiled temp",
-        "Saved residuals",
-        "Peak RSS",
-        "Final loss",
-        "Test accuracy",
-    ):
-        table.add_column(title, justify="right")
+    table.add_column("Method", max_width=16)
+    for title in _COLUMNS:
+        table.add_column(title, justify="right", no_wrap=True)
     for result in results:
+        slowdown = result["step_seconds"] / first["step_seconds"]
         table.add_row(
             result["label"],
-            f"{result['step_seconds'] * 1e3:.0f} ms "
-            f"({result['step_seconds'] / reference['step_seconds']:.2f}x)",
-            _megabytes(result, reference, "temp_nbytes"),
-            _megabytes(result, reference, "residual_nbytes"),
-            _megabytes(result, reference, "peak_resident_nbytes"),
+            f"{result['step_seconds'] * 1e3:.0f} ms\n{slowdown:.2f}x",
+            _with_ratio(result, first, "temp_nbytes"),
+            _with_ratio(result, first, "residual_nbytes"),
+            _resident(result),
             f"{result['final_loss']:.4f}",
             f"{result['test_accuracy']:.2%}",
         )
     return table
 
 
-def _megabytes(result: Record, reference: Record, key: str) -> str:
-    if result[key] is None:
+def _with_ratio(result: Record, first: Record, key: str) -> str:
+    # A zero has no ratio: a method may keep nothing.
+    ratio = f"{first[key] / result[key]:.1f}x less" if result[key] else ""
+    return f"{result[key] / 1e6:.1f} MB\n{ratio}"
+
+
+def _resident(result: Record) -> str:
+    peak, before = (
+        result[key]
+        for key in ("peak_resident_nbytes", "resident_nbytes_before_training")
+    )
+    if peak is None or before is None:
         return "unknown"
-    ratio = f" ({reference[key] / result[key]:.1f}x)" if result[key] else ""
-    return f"{result[key] / 1e6:.1f} MB{ratio}"
+    return f"{peak / 1e6:.0f} MB\n+{(peak - before) / 1e6:.0f} MB"

@@ -55,7 +55,7 @@ class TrainConfig:
     jax.checkpoint_policies, such as dots_saveable."""
     batch: int = 64
     """Images in a training step."""
-    epochs: int = 5
+    epochs: int = 6
     """Passes over the training split."""
     optimizer: OptimizerName = "sgd"
     """sgd has Nesterov momentum 0.9."""

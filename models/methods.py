@@ -85,7 +85,7 @@ def _make_checkpoint(bits: int, policy: str) -> Method:
 def _make_checkpoint_best(bits: int, policy: str) -> Method:
     return Method(
         "checkpoint-best",
-        "jax.checkpoint, best flags",
+        "jax.checkpoint, best options",
         wrap_block=_remat_block(policy),
         compiler_options=(_KEEP_BARRIERS, _KEEP_BARRIERS | _MEMORY_SCHEDULER),
     )

@@ -20,7 +20,7 @@ _LINES = (
 _MEMORY_PANELS = (
     ("residual_nbytes", "Saved residuals"),
     ("temp_nbytes", "Compiled temporaries"),
-    ("peak_resident_nbytes", "Peak resident memory"),
+    ("peak_resident_nbytes", "Peak resident memory\n(pale: before training)"),
 )
 
 
@@ -71,17 +71,21 @@ def plot_memory(results: Sequence[Record], path: pathlib.Path) -> None:
         results: One per method, in order from the top.
         path: The PNG file to write.
     """
-    figure = Figure(figsize=(11, 1.2 + 0.45 * len(results)), layout="constrained")
+    figure = Figure(figsize=(11, 1.6 + 0.45 * len(results)), layout="constrained")
     all_axes = figure.subplots(1, len(_MEMORY_PANELS), sharey=True)
     labels = [result["label"] for result in results]
     colors = [f"C{index}" for index in range(len(results))]
     for axes, (key, title) in zip(all_axes, _MEMORY_PANELS, strict=True):
         megabytes = [(result[key] or 0) / 1e6 for result in results]
         bars = axes.barh(range(len(results)), megabytes, color=colors, height=0.7)
-        axes.bar_label(bars, fmt="{:.4g}", padding=3)
-        axes.set_title(f"{title} (MB)", fontsize=11)
-        axes.set_xlim(0, 1.2 * max([*megabytes, 1e-3]))
+        axes.bar_label(bars, fmt="{:,.1f}", padding=3)
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel("MB")
+        axes.set_xlim(0, 1.25 * max([*megabytes, 1e-3]))
         axes.set_yticks(range(len(results)), labels)
         axes.spines[["top", "right"]].set_visible(False)
+    # Python, JAX and the compiler are there before the first step.
+    before = [(r["resident_nbytes_before_training"] or 0) / 1e6 for r in results]
+    all_axes[-1].barh(range(len(results)), before, color="white", alpha=0.7, height=0.7)
     all_axes[0].invert_yaxis()
     figure.savefig(path, dpi=150)

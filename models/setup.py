@@ -134,5 +134,7 @@ def _shapes(
     setup: Setup,
 ) -> tuple[step.TrainState, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
     """Returns a state and a batch in shape and dtype only."""
-    batch = step.abstract_batch(setup.config.batch, setup.dataset.image_shape)
-    return jax.eval_shape(lambda: initial_state(setup)), batch
+    image_shape = setup.dataset.image_shape
+    init = step.make_init(setup.model, setup.optimizer, image_shape)
+    state = jax.eval_shape(init, jax.random.key(setup.config.seed))
+    return state, step.abstract_batch(setup.config.batch, image_shape)

@@ -26,16 +26,13 @@ class TrainState:
     step: jax.Array
 
 
-def create_state(
+def make_init(
     model: nn.Module,
     optimizer: optax.GradientTransformation,
-    *,
     image_shape: tuple[int, ...],
-    seed: int,
-) -> TrainState:
-    """Draws initial weights from `seed`; equal for equal models, wrapped or not."""
+) -> Callable[[jax.Array], TrainState]:
+    """Returns `init(key) -> state`; equal for equal models, wrapped or not."""
 
-    @jax.jit
     def init(key: jax.Array) -> TrainState:
         images = jnp.zeros((1, *image_shape))
         variables = model.init(key, images, train=True)
@@ -46,7 +43,22 @@ def create_state(
             step=jnp.zeros((), jnp.int32),
         )
 
-    return init(jax.random.key(seed))
+    return init
+
+
+def create_state(
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    *,
+    image_shape: tuple[int, ...],
+    seed: int,
+) -> TrainState:
+    """Draws the initial state from `seed`."""
+    # Random numbers of many shapes take six times longer to compile with
+    # optimizations, and this program runs once.
+    options = {"xla_backend_optimization_level": "0"}
+    init = make_init(model, optimizer, image_shape)
+    return jax.jit(init, compiler_options=options)(jax.random.key(seed))
 
 
 def make_loss(model: nn.Module) -> LossFunction:
