@@ -68,9 +68,22 @@ inline simde__m512i Truncate(simde__m512 v) {
 inline simde__m512 ToFloats(simde__m512i v) {
   return JoinFloats(simde_mm256_cvtepi32_ps(Low(v)), simde_mm256_cvtepi32_ps(High(v)));
 }
+// SIMDe rounds the product too, and it may overflow. float64 holds it: float_math.inc.
+inline simde__m512 FusedMulAdd(simde__m512 v, simde__m512 factor, simde__m512 acc) {
+  const simde__m512_private a = simde__m512_to_private(v);
+  const simde__m512_private b = simde__m512_to_private(factor);
+  simde__m512_private sum = simde__m512_to_private(acc);
+  for (int i = 0; i < 16; ++i) {
+    sum.f32[i] = static_cast<float>(static_cast<double>(a.f32[i]) * b.f32[i] +
+                                    static_cast<double>(sum.f32[i]));
+  }
+  return simde__m512_from_private(sum);
+}
 
 }  // namespace
 
+#undef _mm512_fmadd_ps
+#define _mm512_fmadd_ps FusedMulAdd
 #define _mm512_cvtepu16_epi32 CvtU16
 #define _mm512_cvtepu8_epi16 CvtU8
 #define _mm512_cvtph_ps CvtHalf
