@@ -41,7 +41,8 @@ def run(config: TrainConfig, console: rich.console.Console) -> list[Record]:
         ValueError: If a run fails; the process has printed the reason.
     """
     out = RunDirectory(config.resolved_directory)
-    out.create(dataclasses.asdict(config), resume=config.resume)
+    out.create(resume=config.resume)
+    out.write_config(dataclasses.asdict(config))
     runs: list[Record] = []
     records: list[Record] = []
     for seed in range(config.seed, config.seed + config.seeds):
@@ -70,7 +71,7 @@ def _run_in_process(config: TrainConfig, console: rich.console.Console) -> Recor
     directory = RunDirectory(config.resolved_directory)
     if config.resume:
         finished = directory.read_result()
-        if finished is not None:
+        if finished is not None and _is_of(finished, config):
             return finished
         resume = (directory.path / "config.json").exists()
         config = dataclasses.replace(config, resume=resume)
@@ -89,6 +90,12 @@ def _run_in_process(config: TrainConfig, console: rich.console.Console) -> Recor
             f"{completed.returncode}; its message stands above."
         )
     return result
+
+
+def _is_of(result: Record, config: TrainConfig) -> bool:
+    """Whether a result is what these options would give."""
+    asked_for = {"identity": config.identity(), "epochs": config.epochs}
+    return {key: result.get(key) for key in asked_for} == asked_for
 
 
 def _merge(method: str, runs: Sequence[Record]) -> Record:

@@ -33,52 +33,56 @@ _FREE_TO_CHANGE = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Options of a training run, or of a comparison of runs."""
+    """Options of a training run, or of a comparison of runs.
+
+    Attributes:
+        model: Architecture.
+        width: Filters of the first stage; 64 is the width of the paper.
+        data: Data set. The digits ship with scikit-learn; the others lie in --data-dir.
+        data_dir: Where cifar10, cifar100 and image-folder are looked for.
+        method: What saves memory. none: nothing is wrapped. checkpoint: jax.checkpoint
+            round each block. checkpoint-best: the same with the compiler options that
+            suit it best. compress: dafjax.remat_compress round the loss.
+            compress-block: the same round each block.
+        bits: Bits per element that the compressing methods keep: 1, 2, 3, 4 or 8.
+        policy: What the method keeps. For checkpoint: default, or the name of one of
+            jax.checkpoint_policies, such as dots_saveable.
+        batch: Images in a training step.
+        epochs: Passes over the training split.
+        optimizer: sgd has Nesterov momentum 0.9.
+        learning_rate: After the warm-up of half an epoch; 0.2 for sgd and 0.001 for
+            adamw if not given.
+        weight_decay: 0.0005 for sgd and 0.05 for adamw if not given.
+        schedule: cosine falls to zero at the last step; a constant run may be prolonged
+            by --resume with more --epochs.
+        seed: Chooses initial weights, order of batches, and the split of the digits.
+        out: Directory of the run; runs/NAME-TIME if not given.
+        resume: Continue the run in --out after its last finished epoch.
+        compare: Train with each of --methods in a fresh process; end with a table and
+            plots.
+        methods: The methods that --compare trains with; the first is the reference.
+        seeds: How many seeds, from --seed on, --compare trains with.
+    """
 
     model: ModelName = "resnet18"
-    """Architecture."""
     width: int = 64
-    """Filters of the first stage; 64 is the width of the paper."""
     data: DataName = "digits"
-    """Data set. The digits ship with scikit-learn; the others lie in --data-dir."""
     data_dir: pathlib.Path = pathlib.Path("data")
-    """Where cifar10, cifar100 and image-folder are looked for."""
     method: MethodName = "none"
-    """What saves memory. none: nothing is wrapped. checkpoint: jax.checkpoint round
-    each block. checkpoint-best: the same with the compiler options that suit it best.
-    compress: dafjax.remat_compress round the loss. compress-block: the same round
-    each block."""
     bits: int = 2
-    """Bits per element that the compressing methods keep: 1, 2, 3, 4 or 8."""
     policy: str = "default"
-    """What the method keeps. For checkpoint: default, or the name of one of
-    jax.checkpoint_policies, such as dots_saveable."""
     batch: int = 64
-    """Images in a training step."""
     epochs: int = 6
-    """Passes over the training split."""
     optimizer: OptimizerName = "sgd"
-    """sgd has Nesterov momentum 0.9."""
     learning_rate: float | None = None
-    """After the warm-up of half an epoch; 0.2 for sgd and 0.001 for adamw if not
-    given."""
     weight_decay: float | None = None
-    """0.0005 for sgd and 0.05 for adamw if not given."""
     schedule: ScheduleName = "cosine"
-    """cosine falls to zero at the last step; a constant run may be prolonged by
-    --resume with more --epochs."""
     seed: int = 0
-    """Chooses initial weights, order of batches, and the split of the digits."""
     out: pathlib.Path | None = None
-    """Directory of the run; runs/NAME-TIME if not given."""
     resume: bool = False
-    """Continue the run in --out after its last finished epoch."""
     compare: bool = False
-    """Train with each of --methods in a fresh process; end with a table and plots."""
     methods: tuple[MethodName, ...] = _COMPARED
-    """The methods that --compare trains with; the first is the reference."""
     seeds: int = 1
-    """How many seeds, from --seed on, --compare trains with."""
 
     def check(self) -> None:
         """Raises an error that names the option if a value is out of range."""

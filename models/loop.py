@@ -26,12 +26,13 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
         FloatingPointError: If the loss is no longer finite.
     """
     config, directory = setup.config, setup.directory
-    directory.create(dataclasses.asdict(config), resume=config.resume)
+    directory.create(resume=config.resume)
     state = initial_state(setup)
     with Checkpoints(directory.path) as checkpoints:
         num_finished = 0
         if config.resume:
             state, num_finished = _restore(setup, checkpoints, state)
+        directory.write_config(dataclasses.asdict(config))
         with console.status(f"compiling ({setup.method.label})"):
             train_step, static = compile_training(setup)
             eval_step = compile_evaluation(setup)
@@ -46,6 +47,8 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
                 directory.append_metrics(records)
                 checkpoints.save(epoch, state, config.identity())
     dynamic = {
+        "identity": config.identity(),
+        "epochs": config.epochs,
         "resident_nbytes_before_training": resident_nbytes,
         "peak_resident_nbytes": memory.peak_resident_nbytes(),
     }

@@ -20,7 +20,7 @@ class RunDirectory:
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
 
-    def create(self, config: Mapping[str, Any], *, resume: bool) -> None:
+    def create(self, *, resume: bool) -> None:
         """Makes the directory, or checks that there is a run to resume.
 
         Raises:
@@ -41,6 +41,9 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"`--out` must be a directory, but `{self.path}` is not.")
         self.path.mkdir(parents=True, exist_ok=True)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes `config.json`; from then on the directory holds a run."""
         self._write("config.json", json.dumps(config, indent=2, default=str) + "\n")
 
     def append_metrics(self, records: list[Record]) -> None:

@@ -199,6 +199,7 @@ def test_resuming_with_other_options_is_an_error_that_names_them(
     out = shutil.copytree(finished, tmp_path / "run")
     with pytest.raises(ValueError, match=r"`--seed` is 1, but the run in .* has 0"):
         run(tiny(out, seed=1, resume=True), console)
+    assert json.loads((out / "config.json").read_text())["seed"] == 0
 
 
 def test_resuming_beyond_the_epochs_of_a_cosine_schedule_is_an_error(tmp_path, console):
@@ -319,6 +320,22 @@ def test_a_comparison_ends_with_a_table_metrics_and_plots(tmp_path, monkeypatch)
     assert {r["method"] for r in records} == {"none", "checkpoint"}
     for name in ("loss.png", "memory.png"):
         assert (tmp_path / "run" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_resumed_comparison_keeps_finished_runs_of_the_same_options(
+    tmp_path, finished, console
+):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out / "none")
+    shutil.copy(finished / "config.json", out)
+    config = tiny(out, compare=True, methods=("none",), resume=True)
+    [result] = compare.run(config, console)
+    saved = run_directory.RunDirectory(finished).read_result()
+    assert result["test_accuracy"] == saved["test_accuracy"]
+    # With other options the run is asked to resume, and refuses.
+    other = tiny(out, compare=True, methods=("none",), resume=True, learning_rate=0.1)
+    with pytest.raises(ValueError, match="method none ended with status 2"):
+        compare.run(other, console)
 
 
 def test_methods_start_from_the_same_weights_and_batches(tmp_path, console):
