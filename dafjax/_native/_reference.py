@@ -30,10 +30,55 @@ def pack_affine(
     size = x.shape[-1]
     # Both the blocks and the tiles of a padded row are complete.
     padded = -(-size // max(block_size, TILE)) * max(block_size, TILE)
-    pattern = _pad(fb.widened_bits(x), padded)
+    code, scale, minimum = encode_padded(
+        _pad(fb.widened_bits(x), padded),
+        seed,
+        jnp.uint32(size),
+        dtype=x.dtype,
+        bits=bits,
+        block_size=block_size,
+        stochastic=stochastic,
+    )
+    # Otherwise fusion repeats the work on elements for each plane.
+    code = lax.optimization_barrier(code.astype(jnp.uint8)).astype(jnp.uint32)
+    stored = num_blocks(size, block_size)
+    return (
+        pack_planes(to_tiles(_cut(code, num_tiles(size) * TILE)), bits),
+        _cut(fb.to_bfloat16_exact(scale), stored),
+        _cut(fb.to_bfloat16_exact(minimum), stored),
+    )
+
+
+def encode_padded(
+    pattern: Array,
+    seed: Array,
+    size: Array,
+    *,
+    dtype: np.dtype,
+    bits: int,
+    block_size: int,
+    stochastic: bool,
+) -> tuple[Array, Array, Array]:
+    """Returns the code of every element, and scale and minimum of every block.
+
+    Args:
+        pattern: Float32 bit patterns `[*batch, padded]`, zero beyond `size`; whole
+            blocks and whole tiles.
+        seed: Seed of the noise.
+        size: How many elements of a row are no padding; it may be traced.
+        dtype: What the elements were before they were widened.
+        bits: Bits of a code.
+        block_size: Elements of a block.
+        stochastic: Whether rounding is stochastic.
+
+    Returns:
+        uint32 codes `[*batch, padded]`; scale, its sign set if flagged, and minimum,
+        float32 `[*batch, padded / block_size]` that hold bfloat16 values.
+    """
     finite = fb.is_finite(pattern)
-    blocks = (*x.shape[:-1], padded // block_size, block_size)
-    present = _is_present(blocks, size)
+    blocks = (*pattern.shape[:-1], pattern.shape[-1] // block_size, block_size)
+    place = lax.broadcasted_iota(jnp.uint32, pattern.shape, pattern.ndim - 1)
+    present = (place < size).reshape(blocks)
 
     value = fb.from_bits(fb.flush(pattern)).reshape(blocks)
     counted = finite.reshape(blocks) & present
@@ -44,14 +89,14 @@ def pack_affine(
     high = jnp.where(has_finite, high, jnp.float32(0))
     flagged = jnp.any(~finite.reshape(blocks), axis=-1)
 
-    minimum, scale = _affine_parameters(low, high, flagged, bits, x.dtype)
+    minimum, scale = _affine_parameters(low, high, flagged, bits, dtype)
     fraction_bits = jnp.int32(16 - bits) + flagged.astype(jnp.int32)
     has_scale = scale > jnp.float32(0)
     inverse = jnp.where(has_scale, fb.power_over(scale, fraction_bits), jnp.float32(0))
     half_step = _power_of_two(-(fraction_bits + jnp.int32(1)))
     start = minimum - scale * half_step
 
-    # Otherwise fusion repeats the work on blocks for each element,
+    # Otherwise fusion repeats the work on blocks for each element.
     start, inverse, fraction_bits, has_scale = lax.optimization_barrier(
         (start, inverse, fraction_bits, has_scale)
     )
@@ -63,38 +108,18 @@ def pack_affine(
 
     fraction_bits = fraction_bits.astype(jnp.uint32)[..., None]
     if stochastic:
-        covered = num_tiles(size) * TILE
-        tiles = to_tiles(_cut(jnp.where(finite, pattern, jnp.uint32(0)), covered))
+        tiles = to_tiles(jnp.where(finite, pattern, jnp.uint32(0)))
         words = noise_words(seed, jnp.sum(tiles, axis=(-2, -1), dtype=jnp.uint32))
-        words = _pad(words.reshape(*x.shape[:-1], covered), padded).reshape(blocks)
-        noise = words >> (jnp.uint32(16) - fraction_bits)
+        noise = words.reshape(blocks) >> (jnp.uint32(16) - fraction_bits)
     else:
         noise = jnp.uint32(1) << (fraction_bits - jnp.uint32(1))
     code = jnp.minimum(fixed + noise, jnp.uint32(_TOP_CODE)) >> fraction_bits
     not_finite_code = _not_finite_code(pattern, bits).reshape(blocks)
     code = jnp.where(finite.reshape(blocks), code, not_finite_code)
     code = jnp.where(present, code, jnp.uint32(0))
-
-    # and the work on elements for each plane.
-    code = lax.optimization_barrier(code.astype(jnp.uint8)).astype(jnp.uint32)
-    code = _cut(code.reshape(*x.shape[:-1], padded), num_tiles(size) * TILE)
-    stored = num_blocks(size, block_size)
     sign = flagged.astype(jnp.uint32) << jnp.uint32(31)
     scale = fb.from_bits(fb.to_bits(scale) | sign)
-    return (
-        pack_planes(to_tiles(code), bits),
-        _cut(fb.to_bfloat16_exact(scale), stored),
-        _cut(fb.to_bfloat16_exact(minimum), stored),
-    )
-
-
-def _is_present(blocks: tuple[int, ...], size: int) -> Array:
-    """Tells which elements of `[*batch, blocks, block_size]` are not padding."""
-    full, rest = divmod(size, blocks[-1])
-    block = lax.broadcasted_iota(jnp.uint32, blocks, len(blocks) - 2)
-    place = lax.broadcasted_iota(jnp.uint32, blocks, len(blocks) - 1)
-    is_last = (block == jnp.uint32(full)) & (place < jnp.uint32(rest))
-    return (block < jnp.uint32(full)) | is_last
+    return code.reshape(pattern.shape), scale, minimum
 
 
 def _affine_parameters(
