@@ -1,0 +1,1 @@
+"""Measurements of dafjax against what a user would otherwise do."""

@@ -1,0 +1,68 @@
+"""Where and with what a measurement was made; written into every result."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+from typing import Any
+
+import jax
+
+from dafjax._native import library_status
+
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Returns versions, device, processor, commit, load and date, ready for JSON."""
+    modified = _git("diff", "--name-only", "HEAD", "--", ":!benchmarks/results")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(modified),
+        "modified_files": modified.splitlines(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "device": jax.devices()[0].device_kind,
+        "cpu_model": _cpu_model(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "instruction_set": library_status().instruction_set,
+        # Above the number of cores, others were using the machine.
+        "load_average": list(os.getloadavg()),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def write_result(path: pathlib.Path, result: dict[str, Any]) -> None:
+    """Writes the result of one run, with its environment, as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"environment": describe_environment(), **result}
+    path.write_text(json.dumps(document, indent=1, default=str) + "\n")
+
+
+def _git(*arguments: str) -> str:
+    completed = subprocess.run(
+        ["git", "-C", str(_ROOT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # Outside a checkout there is no commit to name.
+    return completed.stdout.strip() if completed.returncode == 0 else "unknown"
+
+
+def _cpu_model() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,289 @@
+"""Memory and time of a whole ResNet-18 training step: method x scheduler x batch.
+
+Examples:
+    python -m benchmarks.step_memory
+    python -m benchmarks.step_memory --batch 64 --time --rss
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rich.console
+import rich.table
+import tyro
+
+from benchmarks.actnn import LayerInputs, layer_inputs
+from benchmarks.environment import RESULTS, write_result
+from benchmarks.harness import Check, Contender, Timing, compare, projection_error
+from benchmarks.methods import BASELINE, METHODS, Method, make_method
+from benchmarks.training import SCHEDULERS, Workload, gradient, loss
+from models import memory
+
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Forward passes agree up to the order of additions.
+_LOSS_TOLERANCE = 1e-4
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    batch: tuple[int, ...] = (64, 256)
+    """Images in a step; with --time and --rss, the first is used."""
+    bits: int = 2
+    """Bits of the compressing methods."""
+    width: int = 64
+    """Filters of the first stage; 64 is the width of the paper."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Files of benchmarks/methods; the first is what ratios are to."""
+    saved: bool = True
+    """Count saved residuals; traced, nothing runs."""
+    temp: bool = True
+    """Ask the compiled steps for their temporary memory; nothing runs."""
+    time: bool = False
+    """Also measure the time of a step."""
+    rounds: int = 5
+    """Rounds of --time."""
+    rss: bool = False
+    """Also measure resident memory, in a fresh process for each method."""
+    out: pathlib.Path = RESULTS / "step_memory.json"
+    """The file to write."""
+
+    def method(self, name: str) -> Method:
+        """Returns the method `name` with these options."""
+        return make_method(name, bits=self.bits)
+
+    def workload(self, name: str, batch: int) -> Workload:
+        """Returns the step of the method `name`."""
+        return Workload(self.method(name), batch, self.width)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        description=__doc__,
+        prog="python -m benchmarks.step_memory",
+    )
+    console = rich.console.Console()
+    result: Record = {"options": dataclasses.asdict(options)}
+    if options.saved:
+        result["saved"] = [r for batch in options.batch for r in _saved(options, batch)]
+        console.print(_saved_table(result["saved"]))
+    if options.temp:
+        result["temp"] = [r for batch in options.batch for r in _temp(options, batch)]
+        console.print(_temp_table(result["temp"]))
+    if options.rss:
+        result["rss"] = [_rss(options, name) for name in options.methods]
+        console.print(_rss_table(result["rss"]))
+    if options.time:
+        timings = time_steps(options)
+        result["time"] = {k: dataclasses.asdict(v) for k, v in timings.items()}
+        console.print(_time_table(options, timings))
+    write_result(options.out, result)
+    console.print(f"Written to {options.out}.", markup=False)
+
+
+def _saved(options: Options, batch: int) -> list[Record]:
+    """Counts saved residuals of each method against the inputs of the layers."""
+    inputs = actnn_inputs(options.workload(BASELINE, batch))
+    records = []
+    for name in options.methods:
+        workload = options.workload(name, batch)
+        # Of a compressing method, what dafjax itself reports.
+        nbytes = (
+            workload.saved_residuals().stored_nbytes
+            if name.startswith("compress")
+            else workload.saved_nbytes()
+        )
+        records.append(
+            {
+                "batch": batch,
+                "method": name,
+                "label": workload.method.label,
+                "saved_nbytes": nbytes,
+                "layer_inputs": dataclasses.asdict(inputs),
+                "ratio": inputs.nbytes / nbytes,
+                "unique_ratio": inputs.unique_nbytes / nbytes,
+            }
+        )
+    return records
+
+
+def actnn_inputs(workload: Workload) -> LayerInputs:
+    """Counts the inputs of the layers of a step's forward pass."""
+    state = workload.initial_state()
+    return layer_inputs(
+        workload.loss, state.params, state.batch_stats, *workload.random_batch()
+    )
+
+
+def _temp(options: Options, batch: int) -> list[Record]:
+    """Compiles every step; ratios are to the first method, same scheduler."""
+    records = []
+    for scheduler in SCHEDULERS:
+        first = None
+        for name in options.methods:
+            workload = options.workload(name, batch)
+            nbytes = memory.temp_nbytes(workload.compile(scheduler=scheduler))
+            first = first or nbytes
+            records.append(
+                {
+                    "batch": batch,
+                    "scheduler": scheduler,
+                    "method": name,
+                    "label": workload.method.label,
+                    "temp_nbytes": nbytes,
+                    "ratio": first / nbytes,
+                }
+            )
+    return records
+
+
+def _rss(options: Options, name: str) -> Record:
+    """Measures resident memory of one method in a fresh process."""
+    arguments = {
+        "method": name,
+        "batch": options.batch[0],
+        "bits": options.bits,
+        "width": options.width,
+    }
+    completed = subprocess.run(
+        [sys.executable, "-m", "benchmarks.peak_rss"]
+        + [
+            text
+            for key, value in arguments.items()
+            for text in (f"--{key}", str(value))
+        ],
+        capture_output=True,
+        text=True,
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        check=False,
+    )
+    if completed.returncode:
+        raise RuntimeError(f"benchmarks.peak_rss failed:\n{completed.stderr}")
+    label = options.method(name).label
+    measured = json.loads(completed.stdout.splitlines()[-1])
+    return {"batch": options.batch[0], "method": name, "label": label, **measured}
+
+
+def time_steps(options: Options) -> dict[str, Timing]:
+    """Times one step of each method, after a check of loss and gradient."""
+    contenders = {}
+    for name in options.methods:
+        workload = options.workload(name, options.batch[0])
+        contenders[name] = Contender(
+            run=workload.stepper(workload.compile()),
+            checks={
+                "loss": Check(_LOSS_TOLERANCE, extract=loss),
+                "gradient": Check(workload.method.gradient_tolerance, extract=gradient),
+                "projection": Check(
+                    workload.method.projection_tolerance,
+                    extract=gradient,
+                    error=projection_error,
+                ),
+            },
+        )
+    return compare(contenders, baseline=options.methods[0], rounds=options.rounds)
+
+
+def _saved_table(records: Sequence[Record]) -> rich.table.Table:
+    table = rich.table.Table(title="Saved residuals of one step")
+    table.add_column("Batch", justify="right")
+    table.add_column("Method")
+    for title in (
+        "Saved, MB",
+        "Layer inputs, MB",
+        "Ratio",
+        "Inputs once, MB",
+        "Ratio",
+    ):
+        table.add_column(title, justify="right")
+    for record in records:
+        inputs = record["layer_inputs"]
+        table.add_row(
+            str(record["batch"]),
+            record["label"],
+            _megabytes(record["saved_nbytes"]),
+            _megabytes(inputs["nbytes"]),
+            f"{record['ratio']:.2f}x",
+            _megabytes(inputs["unique_nbytes"]),
+            f"{record['unique_ratio']:.2f}x",
+        )
+    return table
+
+
+def _temp_table(records: Sequence[Record]) -> rich.table.Table:
+    table = rich.table.Table(title="Temporary memory of the compiled step")
+    table.add_column("Batch", justify="right")
+    table.add_column("Scheduler")
+    table.add_column("Method")
+    table.add_column("Temp, MB", justify="right")
+    table.add_column("Plain / this", justify="right")
+    for record in records:
+        table.add_row(
+            str(record["batch"]),
+            record["scheduler"],
+            record["label"],
+            _megabytes(record["temp_nbytes"]),
+            f"{record['ratio']:.2f}x",
+        )
+    return table
+
+
+def _rss_table(records: Sequence[Record]) -> rich.table.Table:
+    table = rich.table.Table(
+        title=f"Resident memory that steps add, batch {records[0]['batch']}"
+    )
+    table.add_column("Method")
+    table.add_column("Added, MB", justify="right")
+    table.add_column("Compiled temp, MB", justify="right")
+    table.add_column("Plain / this", justify="right")
+    for record in records:
+        table.add_row(
+            record["label"],
+            _megabytes(record["resident_added"]),
+            _megabytes(record["temp"]),
+            f"{records[0]['resident_added'] / record['resident_added']:.2f}x",
+        )
+    return table
+
+
+def _time_table(options: Options, timings: Mapping[str, Timing]) -> rich.table.Table:
+    table = rich.table.Table(
+        title=f"Time of a step, batch {options.batch[0]}, {options.rounds} rounds"
+    )
+    table.add_column("Method")
+    table.add_column("Seconds", justify="right")
+    table.add_column("This / plain", justify="right")
+    table.add_column("Gradient error", justify="right")
+    table.add_column("Projection error", justify="right")
+    for name, timing in timings.items():
+        table.add_row(
+            options.method(name).label,
+            str(timing.seconds),
+            str(timing.ratio),
+            f"{timing.errors['gradient']:.2g}",
+            f"{timing.errors['projection']:.2g}",
+        )
+    return table
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f}"
+
+
+if __name__ == "__main__":
+    main()

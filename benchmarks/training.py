@@ -1,0 +1,132 @@
+"""The training step that methods are compared on: ResNet-18 at the size of CIFAR."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import jax
+import numpy as np
+import optax
+
+import dafjax
+from benchmarks.methods import Method
+from models import memory, step
+from models.resnet import ResNet, resnet18
+
+
+IMAGE_SHAPE = (32, 32, 3)
+NUM_CLASSES = 10
+
+# How XLA:CPU orders a program: for concurrency, which is the default, or for memory.
+SCHEDULERS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "memory": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},
+}
+
+ArrayTree = Any
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One method's training step at one batch size.
+
+    Attributes:
+        method: What is wrapped, and how it is compiled.
+        batch: Images in a step.
+        width: Filters of the first stage.
+    """
+
+    method: Method
+    batch: int
+    width: int = 64
+
+    @property
+    def model(self) -> ResNet:
+        """The model, its blocks wrapped by the method."""
+        shape = resnet18(num_classes=NUM_CLASSES, num_filters=self.width)
+        return ResNet(shape, wrap_block=self.method.wrap_block)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """SGD with momentum; after the first step its momentum is the gradient."""
+        return optax.sgd(0.01, momentum=0.9)
+
+    @property
+    def loss(self) -> step.LossFunction:
+        """The loss, wrapped by the method."""
+        return self.method.wrap_loss(step.make_loss(self.model))
+
+    def compile(self, *, scheduler: str = "default") -> jax.stages.Compiled:
+        """Compiles the whole training step, its state donated."""
+        init = step.make_init(self.model, self.optimizer, IMAGE_SHAPE)
+        return step.compile_train_step(
+            step.make_train_step(self.loss, self.optimizer),
+            jax.eval_shape(init, jax.random.key(0)),
+            step.abstract_batch(self.batch, IMAGE_SHAPE),
+            compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]},
+        )
+
+    def initial_state(self) -> step.TrainState:
+        """Draws the initial state, equal for all methods."""
+        state = step.create_state(
+            self.model, self.optimizer, image_shape=IMAGE_SHAPE, seed=0
+        )
+        # The last norm of a block starts at zero, and with it all gradients inside: a
+        # wrong one could not be told from a right one.
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, x: x + 1 if _is_zero_scale(path, x) else x, state.params
+        )
+        return state.replace(params=params)
+
+    def random_batch(self) -> tuple[jax.Array, jax.Array]:
+        """Draws images and labels, equal for all methods."""
+        rng = np.random.default_rng(0)
+        images = rng.standard_normal((self.batch, *IMAGE_SHAPE), np.float32)
+        labels = rng.integers(NUM_CLASSES, size=self.batch, dtype=np.int32)
+        return jax.device_put(images), jax.device_put(labels)
+
+    def stepper(self, compiled: jax.stages.Compiled) -> Callable[[], ArrayTree]:
+        """Returns a function that takes the next step each time it is called."""
+        state, batch = self.initial_state(), self.random_batch()
+
+        def take_step() -> ArrayTree:
+            nonlocal state
+            state, metrics = compiled(state, *batch)
+            return state, metrics
+
+        return take_step
+
+    def saved_residuals(self) -> dafjax.SavedResiduals:
+        """Lists what a method of dafjax keeps; runs nothing."""
+        state, batch = self.initial_state(), self.random_batch()
+        loss = self.loss
+        return dafjax.saved_residuals(
+            lambda params: loss(params, state.batch_stats, *batch), state.params
+        )
+
+    def saved_nbytes(self) -> int:
+        """Returns the bytes that autodiff keeps for the backward pass; runs nothing.
+
+        For methods of dafjax it is the same as `saved_residuals().stored_nbytes` plus
+        what autodiff keeps outside the wrapped function.
+        """
+        state, batch = self.initial_state(), self.random_batch()
+        return memory.saved_residual_nbytes(
+            self.loss, state.params, state.batch_stats, *batch
+        )
+
+
+def loss(output: tuple[step.TrainState, step.Metrics]) -> jax.Array:
+    """Extracts the loss from a step's output."""
+    return output[1]["loss"]
+
+
+def gradient(output: tuple[step.TrainState, step.Metrics]) -> ArrayTree:
+    """Extracts the gradient from the output of the first step."""
+    traces = output[0].optimizer_state
+    return next(s.trace for s in traces if isinstance(s, optax.TraceState))
+
+
+def _is_zero_scale(path: tuple[Any, ...], x: jax.Array) -> bool:
+    return "norm2" in jax.tree_util.keystr(path) and path[-1].key == "scale"
