@@ -79,7 +79,9 @@ def test_every_row_is_packed_on_its_own(variant):
 @pytest.mark.parametrize("offset", [1, 3, 5])
 def test_arrays_need_no_alignment(variant, offset):
     x = _values(np.random.default_rng(2), (1, 5000), "float32")
-    shifted = np.empty(x.size + 8, np.float32)[offset : offset + x.size].reshape(x.shape)
+    shifted = np.empty(x.size + 8, np.float32)[offset : offset + x.size].reshape(
+        x.shape
+    )
     shifted[...] = x
     _assert_same(
         _pack(variant, shifted, dtype="float32"), _pack(variant, x, dtype="float32")
@@ -103,7 +105,10 @@ def test_the_read_pass_sums():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"instruction_set": "sse9"}, "`instruction_set` must be one of .*scalar.*sse9"),
+        (
+            {"instruction_set": "sse9"},
+            "`instruction_set` must be one of .*scalar.*sse9",
+        ),
         ({"bits": 5}, "`bits` must be 1, 2, 3, 4 or 8, but got 5"),
         ({"block_size": 65}, "`block_size` must be 64, 128, .*, but got 65"),
         ({"num_threads": 0}, "`num_threads` must be in 1 .. 1024, but got 0"),
