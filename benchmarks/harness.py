@@ -91,7 +91,7 @@ class Spread:
         return cls(median, statistics.median(abs(x - median) for x in samples))
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ±{self.mad:.1g}"
+        return f"{self.median:.2f} ±{self.mad:.2f}"
 
 
 @final

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import rich.console
 import rich.table
 import tyro
 
@@ -22,6 +21,7 @@ from benchmarks.actnn import LayerInputs, layer_inputs
 from benchmarks.environment import RESULTS, write_result
 from benchmarks.harness import Check, Contender, Timing, compare, projection_error
 from benchmarks.methods import BASELINE, METHODS, Method, make_method
+from benchmarks.tables import make_console, make_table
 from benchmarks.training import SCHEDULERS, Workload, gradient, loss
 from models import memory
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         prog="python -m benchmarks.step_memory",
     )
-    console = rich.console.Console()
+    console = make_console()
     result: Record = {"options": dataclasses.asdict(options)}
     if options.saved:
         result["saved"] = [r for batch in options.batch for r in _saved(options, batch)]
@@ -200,85 +200,77 @@ def time_steps(options: Options) -> dict[str, Timing]:
 
 
 def _saved_table(records: Sequence[Record]) -> rich.table.Table:
-    table = rich.table.Table(title="Saved residuals of one step")
-    table.add_column("Batch", justify="right")
-    table.add_column("Method")
-    for title in (
-        "Saved, MB",
-        "Layer inputs, MB",
-        "Ratio",
-        "Inputs once, MB",
-        "Ratio",
-    ):
-        table.add_column(title, justify="right")
-    for record in records:
-        inputs = record["layer_inputs"]
-        table.add_row(
-            str(record["batch"]),
-            record["label"],
-            _megabytes(record["saved_nbytes"]),
-            _megabytes(inputs["nbytes"]),
-            f"{record['ratio']:.2f}x",
-            _megabytes(inputs["unique_nbytes"]),
-            f"{record['unique_ratio']:.2f}x",
-        )
-    return table
+    return make_table(
+        "Saved residuals of one step, against the inputs of its layers",
+        left=("Batch", "Method"),
+        right=("Saved MB", "Inputs MB", "Ratio", "Once each MB", "Ratio"),
+        rows=[
+            (
+                str(record["batch"]),
+                record["label"],
+                _megabytes(record["saved_nbytes"]),
+                _megabytes(record["layer_inputs"]["nbytes"]),
+                f"{record['ratio']:.2f}x",
+                _megabytes(record["layer_inputs"]["unique_nbytes"]),
+                f"{record['unique_ratio']:.2f}x",
+            )
+            for record in records
+        ],
+    )
 
 
 def _temp_table(records: Sequence[Record]) -> rich.table.Table:
-    table = rich.table.Table(title="Temporary memory of the compiled step")
-    table.add_column("Batch", justify="right")
-    table.add_column("Scheduler")
-    table.add_column("Method")
-    table.add_column("Temp, MB", justify="right")
-    table.add_column("Plain / this", justify="right")
-    for record in records:
-        table.add_row(
-            str(record["batch"]),
-            record["scheduler"],
-            record["label"],
-            _megabytes(record["temp_nbytes"]),
-            f"{record['ratio']:.2f}x",
-        )
-    return table
+    return make_table(
+        "Temporary memory of the compiled step",
+        left=("Batch", "Scheduler", "Method"),
+        right=("Temp MB", "Plain / this"),
+        rows=[
+            (
+                str(record["batch"]),
+                record["scheduler"],
+                record["label"],
+                _megabytes(record["temp_nbytes"]),
+                f"{record['ratio']:.2f}x",
+            )
+            for record in records
+        ],
+    )
 
 
 def _rss_table(records: Sequence[Record]) -> rich.table.Table:
-    table = rich.table.Table(
-        title=f"Resident memory that steps add, batch {records[0]['batch']}"
+    first = records[0]
+    return make_table(
+        f"Resident memory that the steps add, batch {first['batch']}",
+        left=("Method",),
+        right=("Added MB", "Compiled temp MB", "Plain / this"),
+        rows=[
+            (
+                record["label"],
+                _megabytes(record["resident_added"]),
+                _megabytes(record["temp"]),
+                f"{first['resident_added'] / record['resident_added']:.2f}x",
+            )
+            for record in records
+        ],
     )
-    table.add_column("Method")
-    table.add_column("Added, MB", justify="right")
-    table.add_column("Compiled temp, MB", justify="right")
-    table.add_column("Plain / this", justify="right")
-    for record in records:
-        table.add_row(
-            record["label"],
-            _megabytes(record["resident_added"]),
-            _megabytes(record["temp"]),
-            f"{records[0]['resident_added'] / record['resident_added']:.2f}x",
-        )
-    return table
 
 
 def _time_table(options: Options, timings: Mapping[str, Timing]) -> rich.table.Table:
-    table = rich.table.Table(
-        title=f"Time of a step, batch {options.batch[0]}, {options.rounds} rounds"
+    return make_table(
+        f"Time of a step, batch {options.batch[0]}, {options.rounds} rounds",
+        left=("Method",),
+        right=("Seconds", "This / plain", "Gradient error", "Along the gradient"),
+        rows=[
+            (
+                options.method(name).label,
+                str(timing.seconds),
+                str(timing.ratio),
+                f"{timing.errors['gradient']:.2g}",
+                f"{timing.errors['projection']:.2g}",
+            )
+            for name, timing in timings.items()
+        ],
     )
-    table.add_column("Method")
-    table.add_column("Seconds", justify="right")
-    table.add_column("This / plain", justify="right")
-    table.add_column("Gradient error", justify="right")
-    table.add_column("Projection error", justify="right")
-    for name, timing in timings.items():
-        table.add_row(
-            options.method(name).label,
-            str(timing.seconds),
-            str(timing.ratio),
-            f"{timing.errors['gradient']:.2g}",
-            f"{timing.errors['projection']:.2g}",
-        )
-    return table
 
 
 def _megabytes(nbytes: int) -> str:

@@ -1,0 +1,104 @@
+"""Test accuracy with and without compression, on the digits, over several seeds.
+
+Both methods start a seed from the same weights and see the same batches.
+
+Examples:
+    python -m benchmarks.accuracy
+    python -m benchmarks.accuracy --width 4 --epochs 1 --seeds 1
+"""
+
+import dataclasses
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+import tyro
+
+from benchmarks.environment import RESULTS, write_result
+from benchmarks.tables import make_console, make_table
+from models import loop
+from models.config import TrainConfig
+from models.setup import set_up
+
+
+_METHODS = ("none", "compress")
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    seeds: int = 3
+    """Seeds, from 0 on."""
+    width: int = 16
+    """Filters of the first stage; 64 is the width of the paper."""
+    epochs: int = 6
+    """Passes over the training split."""
+    bits: int = 2
+    """Bits of the compressing method."""
+    out: pathlib.Path = RESULTS / "accuracy.json"
+    """The file to write."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        description=__doc__,
+        prog="python -m benchmarks.accuracy",
+    )
+    console = make_console()
+    runs = [_train(options, seed) for seed in range(options.seeds)]
+    points = [100 * (run["compress"] - run["none"]) for run in runs]
+    mean = statistics.fmean(points)
+    rows = [
+        (str(seed), f"{run['none']:.2%}", f"{run['compress']:.2%}", f"{p:+.2f}")
+        for seed, (run, p) in enumerate(zip(runs, points, strict=True))
+    ]
+    console.print(
+        make_table(
+            f"Test accuracy on the digits, ResNet-18 of width {options.width}, "
+            f"{options.epochs} epochs",
+            left=("Seed",),
+            right=("none", f"compress, {options.bits} bits", "Points"),
+            rows=[*rows, ("mean", "", "", f"{mean:+.2f}")],
+        )
+    )
+    write_result(
+        options.out,
+        {
+            "options": dataclasses.asdict(options),
+            "accuracy": runs,
+            "points": points,
+            "mean_points": mean,
+        },
+    )
+    console.print(f"Written to {options.out}.", markup=False)
+
+
+def _train(options: Options, seed: int) -> dict[str, float]:
+    """Returns the test accuracy of every method for one seed."""
+    accuracy = {}
+    for method in _METHODS:
+        with tempfile.TemporaryDirectory() as directory:
+            config = TrainConfig(
+                method=method,
+                seed=seed,
+                width=options.width,
+                epochs=options.epochs,
+                bits=options.bits,
+                out=pathlib.Path(directory) / "run",
+            )
+            quiet = rich.console.Console(quiet=True)
+            accuracy[method] = loop.train(set_up(config), quiet)["test_accuracy"]
+    return accuracy
+
+
+if __name__ == "__main__":
+    main()

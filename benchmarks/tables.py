@@ -1,0 +1,38 @@
+"""Tables of results, wide enough when the output is a file."""
+
+from collections.abc import Iterable, Sequence
+
+import rich.box
+import rich.console
+import rich.table
+
+
+def make_console() -> rich.console.Console:
+    """Returns a console for tables; 120 columns where there is no terminal."""
+    console = rich.console.Console()
+    return console if console.is_terminal else rich.console.Console(width=120)
+
+
+def make_table(
+    title: str,
+    *,
+    left: Sequence[str],
+    right: Sequence[str],
+    rows: Iterable[Sequence[str]],
+) -> rich.table.Table:
+    """Returns a table.
+
+    Args:
+        title: Above it.
+        left: Titles of the first columns, aligned to the left.
+        right: Titles of the others, aligned to the right.
+        rows: As many cells each as there are columns.
+    """
+    table = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
