@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import json
 import pathlib
+from collections.abc import Sequence
 
 import tyro
 
@@ -65,5 +66,16 @@ def _forget_peak() -> None:
     pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        description=__doc__,
+        prog="python -m benchmarks.peak_rss",
+    )
+    print(json.dumps(measure(options)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(tyro.cli(Options, description=__doc__))))
+    main()

@@ -17,7 +17,7 @@ from typing import Any
 import rich.table
 import tyro
 
-from benchmarks.actnn import LayerInputs, layer_inputs
+from benchmarks.actnn import layer_inputs
 from benchmarks.environment import RESULTS, write_result
 from benchmarks.harness import Check, Contender, Timing, compare, projection_error
 from benchmarks.methods import BASELINE, METHODS, Method, make_method
@@ -97,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _saved(options: Options, batch: int) -> list[Record]:
     """Counts saved residuals of each method against the inputs of the layers."""
-    inputs = actnn_inputs(options.workload(BASELINE, batch))
+    plain = options.workload(BASELINE, batch)
+    inputs = layer_inputs(plain.loss, *plain.abstract_arguments())
     records = []
     for name in options.methods:
         workload = options.workload(name, batch)
@@ -119,14 +120,6 @@ def _saved(options: Options, batch: int) -> list[Record]:
             }
         )
     return records
-
-
-def actnn_inputs(workload: Workload) -> LayerInputs:
-    """Counts the inputs of the layers of a step's forward pass."""
-    state = workload.initial_state()
-    return layer_inputs(
-        workload.loss, state.params, state.batch_stats, *workload.random_batch()
-    )
 
 
 def _temp(options: Options, batch: int) -> list[Record]:

@@ -59,13 +59,23 @@ class Workload:
 
     def compile(self, *, scheduler: str = "default") -> jax.stages.Compiled:
         """Compiles the whole training step, its state donated."""
-        init = step.make_init(self.model, self.optimizer, IMAGE_SHAPE)
         return step.compile_train_step(
             step.make_train_step(self.loss, self.optimizer),
-            jax.eval_shape(init, jax.random.key(0)),
+            self.abstract_state(),
             step.abstract_batch(self.batch, IMAGE_SHAPE),
             compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]},
         )
+
+    def abstract_state(self) -> ArrayTree:
+        """Returns the state in shape and dtype only."""
+        init = step.make_init(self.model, self.optimizer, IMAGE_SHAPE)
+        return jax.eval_shape(init, jax.random.key(0))
+
+    def abstract_arguments(self) -> tuple[ArrayTree, ...]:
+        """Returns the arguments of the loss in shape and dtype only."""
+        state = self.abstract_state()
+        batch = step.abstract_batch(self.batch, IMAGE_SHAPE)
+        return state.params, state.batch_stats, *batch
 
     def initial_state(self) -> step.TrainState:
         """Draws the initial state, equal for all methods."""
@@ -99,22 +109,18 @@ class Workload:
 
     def saved_residuals(self) -> dafjax.SavedResiduals:
         """Lists what a method of dafjax keeps; runs nothing."""
-        state, batch = self.initial_state(), self.random_batch()
-        loss = self.loss
-        return dafjax.saved_residuals(
-            lambda params: loss(params, state.batch_stats, *batch), state.params
+        params, *rest = jax.tree.map(
+            lambda x: np.zeros(x.shape, x.dtype), self.abstract_arguments()
         )
+        loss = self.loss
+        return dafjax.saved_residuals(lambda params: loss(params, *rest), params)
 
     def saved_nbytes(self) -> int:
         """Returns the bytes that autodiff keeps for the backward pass; runs nothing.
 
-        For methods of dafjax it is the same as `saved_residuals().stored_nbytes` plus
-        what autodiff keeps outside the wrapped function.
+        For methods of dafjax it checks what `saved_residuals` reports.
         """
-        state, batch = self.initial_state(), self.random_batch()
-        return memory.saved_residual_nbytes(
-            self.loss, state.params, state.batch_stats, *batch
-        )
+        return memory.saved_residual_nbytes(self.loss, *self.abstract_arguments())
 
 
 def loss(output: tuple[step.TrainState, step.Metrics]) -> jax.Array:

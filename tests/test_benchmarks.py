@@ -1,0 +1,297 @@
+"""The benchmarks measure what they say, and refuse to time what is wrong."""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import (
+    codec_throughput,
+    environment,
+    harness,
+    methods,
+    naive_codec,
+    peak_rss,
+    quantizer_cost,
+    step_memory,
+    training,
+)
+from benchmarks.actnn import layer_inputs
+from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compare
+from models.resnet import ResNetConfig
+
+
+PROGRAMS = (
+    "step_memory",
+    "peak_rss",
+    "codec_throughput",
+    "quantizer_cost",
+    "accuracy",
+)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    # Optax mixes dtypes on purpose; strictness is for the library.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def one_block(monkeypatch):
+    monkeypatch.setattr(
+        training, "resnet18", functools.partial(ResNetConfig, stage_sizes=(1,))
+    )
+
+
+class FakeClock:
+    """Advances only when a contender runs, by its next duration."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.calls = []
+
+    def __call__(self):
+        return self.now
+
+    def contender(self, name, durations, value=1.0):
+        steps = itertools.chain([0.0], durations)  # the first run is for the check
+
+        def run():
+            self.now += next(steps)
+            self.calls.append(name)
+            return jnp.asarray(value)
+
+        return Contender(run, {"answer": Check(0.01)})
+
+
+def test_medians_and_ratios_are_computed_per_round():
+    clock = FakeClock()
+    contenders = {
+        "base": clock.contender("base", [1.0, 10.0, 2.0]),
+        "other": clock.contender("other", [2.0, 30.0, 1.0]),
+    }
+    timings = compare(contenders, baseline="base", rounds=3, clock=clock)
+    assert timings["other"].seconds == Spread(median=2.0, mad=1.0)
+    # The ratio of the medians would be 1; of the rounds it is the median of 2, 3, 1/2.
+    assert timings["other"].ratio == Spread(median=2.0, mad=1.0)
+    assert timings["base"].ratio == Spread(median=1.0, mad=0.0)
+    assert timings["other"].samples == (2.0, 30.0, 1.0)
+
+
+def test_rounds_are_interleaved_and_start_with_another_contender():
+    clock = FakeClock()
+    contenders = {name: clock.contender(name, [1.0] * 3) for name in "abc"}
+    compare(contenders, baseline="a", rounds=3, clock=clock)
+    assert "".join(clock.calls) == "abc" + "abc" + "bca" + "cab"
+
+
+@pytest.mark.parametrize("wrong", [1.1, 0.0, np.nan, np.inf])
+def test_a_wrong_answer_is_not_timed(wrong):
+    clock = FakeClock()
+    contenders = {
+        "base": clock.contender("base", [1.0]),
+        "wrong": clock.contender("wrong", [1.0], value=wrong),
+    }
+    with pytest.raises(WrongAnswerError, match=r"wrong: the error .* of its answer"):
+        compare(contenders, baseline="base", rounds=1, clock=clock)
+    assert clock.calls == ["base", "wrong"]  # one run each, for the check
+
+
+def test_an_answer_of_another_shape_is_wrong():
+    clock = FakeClock()
+    contenders = {
+        "base": clock.contender("base", [1.0]),
+        "other": clock.contender("other", [1.0], value=np.ones(2)),
+    }
+    with pytest.raises(WrongAnswerError, match="other"):
+        compare(contenders, baseline="base", rounds=1, clock=clock)
+
+
+def test_the_baseline_is_checked_against_what_is_expected():
+    base = Contender(lambda: jnp.ones(3), {"sum": Check(expected=np.zeros(3))})
+    with pytest.raises(WrongAnswerError, match=r"base: .* of its sum"):
+        compare({"base": base}, baseline="base", rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "rounds", "message"),
+    [("absent", 1, "`baseline` must be one of base"), ("base", 0, "`rounds` must be")],
+)
+def test_bad_options_of_a_comparison(baseline, rounds, message):
+    base = Contender(lambda: jnp.ones(3), {"answer": Check()})
+    with pytest.raises(ValueError, match=message):
+        compare({"base": base}, baseline=baseline, rounds=rounds)
+
+
+def test_a_contender_without_checks_is_refused():
+    base = Contender(lambda: jnp.ones(3), {})
+    with pytest.raises(ValueError, match="`checks` of base must not be empty"):
+        compare({"base": base}, baseline="base", rounds=1)
+
+
+def test_projection_error_tells_noise_from_a_wrong_gradient(rng):
+    exact = rng.standard_normal(100_000)
+    noisy = exact + rng.standard_normal(exact.shape)
+    assert harness.relative_error(noisy, exact) == pytest.approx(1, abs=0.02)
+    assert harness.projection_error(noisy, exact) < 0.02
+    assert harness.projection_error(0 * exact, exact) == 1
+    assert harness.projection_error(2 * exact, exact) == 1
+
+
+class TinyNetwork(nn.Module):
+    """Two layers share the input; the second conv and the head have their own."""
+
+    @nn.compact
+    def __call__(self, x):
+        a = nn.Conv(5, (3, 3), name="left")(x)
+        b = nn.Conv(5, (1, 1), name="right")(x)
+        y = nn.relu(nn.BatchNorm(use_running_average=False)(a)) + b
+        return nn.Dense(7)(jnp.mean(y, axis=(1, 2)))
+
+
+def test_layer_inputs_of_a_network_counted_by_hand():
+    network = TinyNetwork()
+    x = jnp.zeros((2, 4, 4, 3))
+    variables = jax.eval_shape(network.init, jax.random.key(0), x)
+
+    def apply(variables, x):
+        return network.apply(variables, x, mutable=["batch_stats"])
+
+    inputs = layer_inputs(apply, variables, x)
+    image, norm, head = 2 * 4 * 4 * 3, 2 * 4 * 4 * 5, 2 * 5
+    assert inputs.num_layers == 4
+    assert inputs.nbytes == 4 * (2 * image + norm + head)
+    assert inputs.unique_nbytes == 4 * (image + norm + head)
+
+
+def test_layer_inputs_count_bfloat16_as_float32():
+    inputs = layer_inputs(
+        lambda x: nn.Dense(2, dtype=jnp.bfloat16).init_with_output(
+            jax.random.key(0), x
+        ),
+        jax.ShapeDtypeStruct((3, 5), jnp.bfloat16),
+    )
+    assert inputs.nbytes == 4 * 3 * 5
+
+
+def test_dafjax_and_autodiff_agree_on_what_is_saved(one_block):
+    method = methods.make_method("compress", bits=2)
+    workload = training.Workload(method, batch=8, width=16)
+    saved = workload.saved_residuals()
+    assert saved.stored_nbytes < saved.raw_nbytes / 8
+    assert workload.saved_nbytes() == pytest.approx(saved.stored_nbytes, rel=0.01)
+
+
+def test_initial_gradients_inside_of_blocks_are_not_zero(one_block):
+    method = methods.make_method("save_all", bits=2)
+    workload = training.Workload(method, batch=2, width=2)
+    gradient = training.gradient(workload.stepper(workload.compile())())
+    assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(gradient))
+
+
+def test_steps_are_checked_before_they_are_timed(one_block, monkeypatch):
+    def make_zero(bits):
+        def wrap(loss):
+            return lambda params, *args: loss(
+                jax.tree.map(jax.lax.stop_gradient, params), *args
+            )
+
+        return methods.Method("no gradient", wrap_loss=wrap)
+
+    few = {"save_all": methods.METHODS["save_all"], "zero": make_zero}
+    monkeypatch.setattr(methods, "METHODS", few)
+    options = step_memory.Options(
+        batch=(2,), width=2, methods=("save_all", "zero"), rounds=1
+    )
+    with pytest.raises(WrongAnswerError, match=r"zero: .* of its gradient"):
+        step_memory.time_steps(options)
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="`method` must be one of save_all"):
+        methods.make_method("magic", bits=2)
+
+
+def test_kernels_are_checked_and_timed(tmp_path):
+    out = tmp_path / "throughput.json"
+    codec_throughput.main(
+        ["--megabytes", "1", "--threads", "1", "--rounds", "1", "--out", str(out)]
+    )
+    result = json.loads(out.read_text())
+    operations = {record["operation"] for record in result["throughput"]}
+    assert {"pack affine2 stochastic", "unpack affine8", "pack bitmask"} <= operations
+    assert all(r["fraction_of_read"]["median"] > 0 for r in result["throughput"])
+    rates = {r["codec"]: r["bits_per_element"] for r in result["accuracy"]}
+    assert rates["affine2 stochastic"] == 2.125
+    assert result["environment"]["instruction_set"] is not None
+
+
+@pytest.mark.parametrize("size", [1024, 700])
+def test_the_naive_codec_is_right(size, key, rng):
+    x = jnp.asarray(rng.standard_normal(size), jnp.float32)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    codes, scale, minimum = naive_codec.pack(x, key)
+    assert codes.dtype == jnp.uint8
+    assert codes.size == -(-size // 256) * 64
+    restored = naive_codec.unpack((codes, scale, minimum), like)
+    assert float(jnp.max(jnp.abs(restored - x))) <= float(jnp.max(scale)) * 1.001
+    mask = x > 0
+    packed = naive_codec.pack_mask(mask)
+    assert packed.size == -(-size // 8)
+    mask_like = jax.ShapeDtypeStruct(mask.shape, mask.dtype)
+    np.testing.assert_array_equal(naive_codec.unpack_mask(packed, mask_like), mask)
+
+
+def test_both_ways_of_the_quantizer_are_right():
+    codecs = quantizer_cost.Affine(bits=2), quantizer_cost.Bitmask()
+    items = [
+        quantizer_cost.Item(jax.ShapeDtypeStruct((4, 500), dtype), codec)
+        for dtype, codec in zip((jnp.float32, jnp.bool_), codecs, strict=True)
+    ]
+    timings = compare(quantizer_cost.contenders(items), baseline="dafjax", rounds=1)
+    assert set(timings) == {"dafjax", "jax.numpy"}
+    assert 0 < timings["jax.numpy"].errors["values"] < 0.9
+
+
+def test_resident_memory_sees_what_a_step_allocates(monkeypatch):
+    @dataclasses.dataclass
+    class Step:
+        method: object
+        batch: int
+        width: int
+
+        def compile(self, *, scheduler):
+            return None
+
+        def stepper(self, compiled):
+            return lambda: (None, {"loss": np.ones(10_000_000).sum()})
+
+    monkeypatch.setattr(peak_rss, "Workload", Step)
+    monkeypatch.setattr(peak_rss.memory, "temp_nbytes", lambda compiled: 0)
+    measured = peak_rss.measure(peak_rss.Options(steps=2))
+    assert 79e6 < measured["resident_added"] < 100e6
+
+
+def test_environment_names_what_a_number_depends_on():
+    described = environment.describe_environment()
+    assert len(described["commit"]) == 40
+    assert isinstance(described["dirty"], bool)
+    assert {"jax", "jaxlib", "flax"} <= described["packages"].keys()
+    assert len(described["load_average"]) == 3
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_names_the_options(program, capsys):
+    module = importlib.import_module(f"benchmarks.{program}")
+    with pytest.raises(SystemExit) as exit_info:
+        module.main(["--help"])
+    assert exit_info.value.code == 0
+    assert "--batch" in (text := capsys.readouterr().out) or "--out" in text
