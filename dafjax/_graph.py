@@ -46,7 +46,7 @@ class Equation:
     """One primitive operation: `outputs = primitive(*inputs)`.
 
     Attributes:
-        jaxpr: A program of this equation alone; its inputs are `inputs`.
+        jaxpr: What it computes, a program of its own; its inputs are `inputs`.
         inputs: What it reads. Literals are part of the equation.
         outputs: The values it makes.
     """
@@ -71,6 +71,15 @@ class Equation:
         return tuple(
             getattr(atom.aval, "size", 1) for atom in self.jaxpr.eqns[0].invars
         )
+
+    @property
+    def compared_with_zero(self) -> int | None:
+        """The other operand, if one of two operands is the literal 0."""
+        operands = self.jaxpr.eqns[0].invars
+        zeros = [isinstance(a, jex_core.Literal) and a.val == 0 for a in operands]
+        if len(operands) != 2 or sum(zeros) != 1 or len(self.input_values) != 1:
+            return None
+        return self.input_values[0]
 
     @property
     def has_effect(self) -> bool:

@@ -1,7 +1,7 @@
 """What is kept of one traced function, and how: its plan, with bytes."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dafjax._graph import Equation, live_equations
 from dafjax._primitives import is_cheap
+from dafjax._rectifiers import find_masks, selection
 from dafjax._residuals import Program
 from dafjax.codecs import AbstractCodec
 from dafjax.policies import (
@@ -72,13 +73,13 @@ class Plan:
         kept: What is kept, in the order in which it is made. Everything else that the
             backward pass needs is an argument or recomputed.
         arguments: The arguments that the backward pass reads.
-        recomputed: How many equations the backward pass runs again.
+        recomputed: For every value that the backward pass computes again, how.
     """
 
     program: Program
     kept: tuple[Kept, ...]
     arguments: tuple[int, ...]
-    recomputed: int
+    recomputed: Mapping[int, Equation]
 
     @property
     def compresses(self) -> bool:
@@ -106,11 +107,14 @@ def make_plan(
         The plan.
     """
     residuals = program.residuals()
+    masks = find_masks(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
-    decisions = _decide(program, residuals, policy, frozenset(activations))
+    decisions = _decide(
+        program, (*residuals, *masks.values()), policy, codec, frozenset(activations)
+    )
     kept: list[Kept] = []
     arguments: list[int] = []
-    recomputed: set[int] = set()
+    recomputed: dict[int, Equation] = {}
     seen = set(residuals)
     stack = list(residuals)
     while stack:
@@ -124,32 +128,37 @@ def make_plan(
         if value < program.num_arguments:
             arguments.append(value)
             continue
-        recomputed.add(id(producers[value]))
-        new = [v for v in producers[value].input_values if v not in seen]
+        equation = producers[value]
+        mask = masks.get(value)
+        if mask is not None and not isinstance(decisions[mask], Recompute):
+            equation = selection(program, equation, mask)
+        recomputed[value] = equation
+        new = [v for v in equation.input_values if v not in seen]
         seen.update(new)
         stack.extend(new)
     return Plan(
         program=program,
         kept=tuple(sorted(kept, key=lambda item: item.value)),
         arguments=tuple(sorted(arguments)),
-        recomputed=len(recomputed),
+        recomputed=recomputed,
     )
 
 
 def _decide(
     program: Program,
-    residuals: tuple[int, ...],
+    wanted: tuple[int, ...],
     policy: AbstractPolicy,
+    codec: AbstractCodec,
     activations: frozenset[int],
 ) -> dict[int, Decision]:
-    """Asks the policy about every value the residuals could be recomputed from.
+    """Asks the policy about every value `wanted` could be recomputed from.
 
     Values are asked about in the order in which they are made, so that `known` and
     `sources` of a value's operands are settled before it.
     """
     decisions: dict[int, Decision] = {}
     known: dict[int, bool] = {}
-    # The compressed values that recomputing a value unpacks; itself, if compressed.
+    # The values in inexact codes that recomputing a value unpacks; or itself
     sources: dict[int, frozenset[int]] = {}
 
     def settle(value: int, residual: Residual, reached: frozenset[int]) -> None:
@@ -164,8 +173,11 @@ def _decide(
         if isinstance(decision, Recompute):
             sources[value] = reached
         else:
-            compressed = isinstance(decision, Compress)
-            sources[value] = frozenset({value}) if compressed else frozenset()
+            inexact = (
+                isinstance(decision, Compress)
+                and not (decision.codec or codec).is_exact
+            )
+            sources[value] = frozenset({value}) if inexact else frozenset()
 
     for value in range(program.num_arguments):
         if value in activations:
@@ -176,7 +188,7 @@ def _decide(
             known[value] = True
             sources[value] = frozenset()
 
-    for eqn in live_equations(program.forward, residuals):
+    for eqn in live_equations(program.forward, wanted):
         cheap = is_cheap(eqn.primitive)
         inputs = eqn.input_values
         reached = frozenset().union(*(sources[v] for v in inputs))

@@ -78,7 +78,7 @@ class _Builder:
         self._compressed = {k.value for k in plan.kept if k.codec is not None}
         self._given = {k.value for k in plan.kept if k.codec is None}
         self._given.update(plan.arguments)
-        self._producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+        self._recomputed = plan.recomputed
         self._last_use = last_uses(program.backward, program.gradients)
         self._made = set(program.cotangents)
         self._fresh = set(program.cotangents)
@@ -106,7 +106,7 @@ class _Builder:
         unpacked = tuple(v for v in missing if v in self._compressed)
         recomputed = tuple(
             dict.fromkeys(
-                self._producers[v]
+                self._recomputed[v]
                 for v in missing
                 if v not in self._compressed and v not in self._given
             )
@@ -151,7 +151,7 @@ class _Builder:
                 continue
             missing.add(value)
             if value not in self._compressed and value not in self._given:
-                stack.extend(self._producers[value].input_values)
+                stack.extend(self._recomputed[value].input_values)
         return sorted(missing)
 
 

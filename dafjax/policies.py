@@ -50,7 +50,8 @@ class Residual:
         reduced_from: The number of elements of the largest operand of that primitive.
         known: Whether it follows from arguments and constants by cheap operations
         alone.
-        sources: How many compressed values would have to be unpacked to recompute it.
+        sources: How many values in inexact codes would be unpacked to recompute it; 0
+            if recomputing it gives the exact value.
     """
 
     shape: tuple[int, ...]

@@ -137,6 +137,27 @@ def test_the_gradient_is_unbiased_where_residuals_enter_linearly(key):
     assert 0.7 < z.std() < 1.3
 
 
+def test_a_rectifier_adds_no_bias(key):
+    """Mean over seeds; recomputing `max(y, 0)` from noisy `y` would fail."""
+    first, second = jax.random.normal(key, (2, 32, 32)) / 6
+    x = jax.random.normal(jax.random.fold_in(key, 2), (64, 32))
+
+    def f(second, seed):
+        def layers(a, b):
+            return jax.nn.relu(x @ a) @ b
+
+        return jnp.sum(compressed(layers, bits=2, seed=seed)(first, second))
+
+    draws = 1024
+    seeds = jnp.arange(draws, dtype=jnp.uint32)
+    sample = np.asarray(
+        jax.jit(lambda s: jax.lax.map(lambda n: jax.grad(f)(second, n), s))(seeds)
+    ).reshape(draws, -1)
+    exact = np.ravel(jnp.broadcast_to(jax.nn.relu(x @ first).sum(0)[:, None], (32, 32)))
+    z = (sample.mean(0) - exact) / (sample.std(0, ddof=1) / np.sqrt(draws))
+    assert np.abs(z).max() < 5.5
+
+
 class TestCalling:
     """The ways in which `jax.checkpoint` can be called."""
 

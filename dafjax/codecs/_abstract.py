@@ -12,6 +12,11 @@ class AbstractCodec(abc.ABC):
     arrays whose shapes depend on the shape and dtype of the array alone.
     """
 
+    @property
+    @abc.abstractmethod
+    def is_exact(self) -> bool:
+        """Whether `decode` gives back every bit."""
+
     @abc.abstractmethod
     def encode(self, x: Array, *, seed: int | Array = 0) -> ArrayTree:
         """Packs an array of any shape.

@@ -102,6 +102,10 @@ class Affine(AbstractCodec):
             "Stochastic rounding keeps gradients unbiased.",
         )
 
+    @property
+    def is_exact(self) -> bool:
+        return False
+
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
         self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
         codes, scale, minimum = pack_affine(

@@ -34,6 +34,10 @@ class Bitmask(AbstractCodec):
         True
     """
 
+    @property
+    def is_exact(self) -> bool:
+        return True
+
     def encode(self, x: Array, *, seed: int | Array = 0) -> Array:
         self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
         return pack_bitmask(jnp.reshape(x, (x.size,)))
