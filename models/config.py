@@ -43,10 +43,10 @@ class TrainConfig:
         method: What saves memory. none: nothing is wrapped. checkpoint: jax.checkpoint
             round each block. checkpoint-best: the same with the compiler options that
             suit it best. compress: dafjax.remat_compress round the loss.
-            compress-block: the same round each block.
         bits: Bits per element that the compressing methods keep: 1, 2, 3, 4 or 8.
         policy: What the method keeps. For checkpoint: default, or the name of one of
-            jax.checkpoint_policies, such as dots_saveable.
+            jax.checkpoint_policies, such as dots_saveable. For compress: default, or
+            save-all, which keeps everything as it is.
         batch: Images in a training step.
         epochs: Passes over the training split.
         optimizer: sgd has Nesterov momentum 0.9.

@@ -11,9 +11,7 @@ from models.resnet import WrapBlock, no_wrapping
 from models.step import LossFunction, WrapLoss
 
 
-MethodName = Literal[
-    "none", "checkpoint", "checkpoint-best", "compress", "compress-block"
-]
+MethodName = Literal["none", "checkpoint", "checkpoint-best", "compress"]
 
 _CHECKPOINT_POLICIES = (
     "nothing_saveable",
@@ -92,26 +90,16 @@ def _make_checkpoint_best(bits: int, policy: str) -> Method:
 
 
 def _make_compress(bits: int, policy: str) -> Method:
-    _check_policy("compress", policy, ())
+    _check_policy("compress", policy, ("save-all",))
     # Imported where it is used: the models themselves know nothing of dafjax.
     import dafjax
 
+    chosen = dafjax.policies.SaveAll() if policy == "save-all" else None
+
     def wrap_loss(loss: LossFunction) -> LossFunction:
-        return dafjax.remat_compress(loss, bits=bits)
+        return dafjax.remat_compress(loss, bits=bits, policy=chosen)
 
     return Method("compress", f"dafjax, {bits} bits", wrap_loss=wrap_loss)
-
-
-def _make_compress_block(bits: int, policy: str) -> Method:
-    _check_policy("compress-block", policy, ())
-    import dafjax
-
-    def wrap_block(block: type[nn.Module]) -> type[nn.Module]:
-        return dafjax.linen.remat_compress(block, bits=bits)
-
-    return Method(
-        "compress-block", f"dafjax per block, {bits} bits", wrap_block=wrap_block
-    )
 
 
 _MAKERS: Mapping[str, Callable[[int, str], Method]] = {
@@ -119,7 +107,6 @@ _MAKERS: Mapping[str, Callable[[int, str], Method]] = {
     "checkpoint": _make_checkpoint,
     "checkpoint-best": _make_checkpoint_best,
     "compress": _make_compress,
-    "compress-block": _make_compress_block,
 }
 
 
