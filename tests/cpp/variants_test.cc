@@ -342,7 +342,7 @@ int Main() {
     for (const FloatType type : kTypes) {
       for (const int bits : kWidths) {
         for (const int64_t block_size : kBlockSizes) {
-          TestAffine(variants, {type, bits, block_size, 2, kGroupElements + 700},
+          TestAffine(variants, {type, bits, block_size, 2, 2748},
                      {(block_size >> 7) % 2 == 0, random.Next()}, static_cast<Kind>(k), 1,
                      &random, &hash);
         }

@@ -7,9 +7,11 @@
 
 namespace dafjax {
 
-// Kernels work on groups of tiles: small enough for the L1 cache, and no block crosses
-// their borders. Every row has its own groups; the last one may be short.
-inline constexpr int kGroupTiles = 4;
+// Kernels work on groups of tiles: no block crosses their borders, and with the smallest
+// such groups the two passes alternate often, so that memory is idle least (on Zen 3, 0.57
+// of the read bandwidth with four tiles, 0.68 with two). Every row has its own groups; the
+// last one may be short.
+inline constexpr int kGroupTiles = 2;
 inline constexpr int kGroupElements = kGroupTiles * kTileElements;
 inline constexpr int kGroupBlocks = kGroupElements / kMinBlockSize;  // at most
 static_assert(kGroupElements % kMaxBlockSize == 0);
