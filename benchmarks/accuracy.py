@@ -17,7 +17,7 @@ from typing import Any
 import rich.console
 import tyro
 
-from benchmarks.environment import RESULTS, write_result
+from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console, make_table
 from models import loop
 from models.config import TrainConfig
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.accuracy",
     )
     console = make_console()
+    environment = describe_environment()
     runs = [_train(options, seed) for seed in range(options.seeds)]
     points = [100 * (run["compress"] - run["none"]) for run in runs]
     mean = statistics.fmean(points)
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     write_result(
         options.out,
+        environment,
         {
             "options": dataclasses.asdict(options),
             "accuracy": runs,

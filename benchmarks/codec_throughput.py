@@ -21,7 +21,7 @@ import numpy as np
 import rich.table
 import tyro
 
-from benchmarks.environment import RESULTS, write_result
+from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.harness import Check, Contender, Spread, Timing, compare
 from benchmarks.tables import make_console, make_table
 from dafjax._native import _cpu, library_status
@@ -68,12 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.codec_throughput",
     )
     console = make_console()
+    environment = describe_environment()
     accuracy = measure_accuracy()
     console.print(_accuracy_table(accuracy))
     throughput = [r for size in options.megabytes for r in _measure(options, size)]
     console.print(_throughput_table(options, throughput))
     write_result(
         options.out,
+        environment,
         {
             "options": dataclasses.asdict(options),
             "accuracy": accuracy,

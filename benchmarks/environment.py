@@ -21,7 +21,10 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Returns versions, device, processor, commit, load and date, ready for JSON."""
+    """Returns versions, device, processor, commit, load and date, ready for JSON.
+
+    Call it before measuring: the commit may change meanwhile.
+    """
     modified = _git("diff", "--name-only", "HEAD", "--", ":!benchmarks/results")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -41,10 +44,13 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def write_result(path: pathlib.Path, result: dict[str, Any]) -> None:
+def write_result(
+    path: pathlib.Path, environment: dict[str, Any], result: dict[str, Any]
+) -> None:
     """Writes the result of one run, with its environment, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"environment": describe_environment(), **result}
+    end = {"load_average_at_end": list(os.getloadavg())}
+    document = {"environment": environment | end, **result}
     path.write_text(json.dumps(document, indent=1, default=str) + "\n")
 
 

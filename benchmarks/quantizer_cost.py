@@ -19,7 +19,7 @@ import numpy as np
 import tyro
 
 from benchmarks import naive_codec
-from benchmarks.environment import RESULTS, write_result
+from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.harness import Check, Contender, Spread, compare
 from benchmarks.methods import make_method
 from benchmarks.tables import make_console, make_table
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.quantizer_cost",
     )
     console = make_console()
+    environment = describe_environment()
     items = packed_residuals(options)
     nbytes = sum(item.like.size * item.like.dtype.itemsize for item in items)
     timings = compare(contenders(items), baseline="dafjax", rounds=options.rounds)
@@ -92,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     write_result(
         options.out,
+        environment,
         {
             "options": dataclasses.asdict(options),
             "num_residuals": len(items),

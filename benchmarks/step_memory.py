@@ -18,7 +18,7 @@ import rich.table
 import tyro
 
 from benchmarks.actnn import layer_inputs
-from benchmarks.environment import RESULTS, write_result
+from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.harness import Check, Contender, Timing, compare, projection_error
 from benchmarks.methods import BASELINE, METHODS, Method, make_method
 from benchmarks.tables import make_console, make_table
@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.step_memory",
     )
     console = make_console()
+    environment = describe_environment()
     result: Record = {"options": dataclasses.asdict(options)}
     if options.saved:
         result["saved"] = [r for batch in options.batch for r in _saved(options, batch)]
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         timings = time_steps(options)
         result["time"] = {k: dataclasses.asdict(v) for k, v in timings.items()}
         console.print(_time_table(options, timings))
-    write_result(options.out, result)
+    write_result(options.out, environment, result)
     console.print(f"Written to {options.out}.", markup=False)
 
 
