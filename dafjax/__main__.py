@@ -6,7 +6,7 @@ import platform
 import sys
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from dafjax._native import LibraryStatus, library_status
 
@@ -27,7 +27,7 @@ def doctor() -> int:
     status = library_status()
     facts = [
         ("python", f"{platform.python_version()} on {platform.machine()}"),
-        ("jax", f"{jax.__version__}, jaxlib {jaxlib.__version__}"),
+        ("jax", f"{jax.__version__}, jaxlib {jaxlib.version.__version__}"),
         ("devices", ", ".join(map(str, jax.devices()))),
         *_library_facts(status),
         ("threads", f"{len(os.sched_getaffinity(0))} (XLA's own pool)"),

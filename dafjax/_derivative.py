@@ -190,6 +190,7 @@ def _primal(argument: Any) -> Any:
 
 
 def _instantiate(cotangent: Any) -> Any:
-    if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype)
-    return cotangent
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    return jnp.zeros(aval.shape, aval.dtype)

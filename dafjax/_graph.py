@@ -266,7 +266,7 @@ class _Builder:
                         effects=eqn.effects,
                     ),
                     inputs=tuple(env[var] for var in invars),
-                    outputs=tuple(env[var] for var in outvars),
+                    outputs=values_of(env[var] for var in outvars),
                 )
             )
         return [read(atom) for atom in jaxpr.outvars]

@@ -178,4 +178,4 @@ def _read(atoms: Iterable[Atom], env: Mapping[int, Any]) -> list[Any]:
 
 
 def _can_be_tied(value: Any) -> bool:
-    return not jax.dtypes.issubdtype(jnp.result_type(value), jax.dtypes.extended)
+    return not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)

@@ -8,6 +8,7 @@ width 16, 2 bits, random data: bias of the gradient 0.25 of its norm, and 0.00.)
 """
 
 import jax
+from jax.core import ShapedArray
 
 from dafjax._graph import Equation
 from dafjax._residuals import Program
@@ -35,5 +36,5 @@ def selection(program: Program, rectifier: Equation, mask: int) -> Equation:
     return Equation(jaxpr=closed.jaxpr, inputs=(mask, x), outputs=rectifier.outputs)
 
 
-def _like(aval: jax.core.ShapedArray) -> jax.ShapeDtypeStruct:
+def _like(aval: ShapedArray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

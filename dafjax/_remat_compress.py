@@ -9,6 +9,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from dafjax._call import StaticArguments, bind, positions, run
 from dafjax._derivative import Options, differentiable
@@ -185,7 +186,7 @@ class _TraceCache:
             traced = _trace(
                 self._fun, self._options, static, structure, leaves, activations
             )
-            if not any(isinstance(const, jax.core.Tracer) for const in traced.consts):
+            if not any(isinstance(const, Tracer) for const in traced.consts):
                 self._entries[key] = traced
                 if len(self._entries) > self._MAX_ENTRIES:
                     self._entries.popitem(last=False)

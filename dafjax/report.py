@@ -158,8 +158,9 @@ def _readable(nbytes: int) -> str:
     """Returns bytes in binary units, with three digits or so."""
     if nbytes < 1024:
         return f"{nbytes} B"
+    size = float(nbytes)
     for unit in ("KiB", "MiB"):
-        nbytes /= 1024
-        if nbytes < 1024:
-            return f"{nbytes:.1f} {unit}"
-    return f"{nbytes / 1024:.1f} GiB"
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"

@@ -161,7 +161,7 @@ def _check_choice(
 
 def _as_seed(seed: int | Array) -> Array:
     """Returns a seed as a uint32 scalar."""
-    if hasattr(seed, "dtype"):
+    if not isinstance(seed, int):
         if seed.dtype != jnp.uint32 or seed.shape != ():
             raise TypeError(
                 "`seed` must be an int or a uint32 scalar, but got "
