@@ -9,7 +9,7 @@ SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -n
 
 # ResNet-18 on handwritten digits: plain, jax.checkpoint, dafjax at 2 bits.
 train: $(VENV)/installed
-	$(RUN) -m models.train --compare --width 16
+	$(RUN) -m models.train --compare --width 16 --epochs 8
 
 test: $(VENV)/installed
 	$(RUN) -m pytest

@@ -37,7 +37,7 @@ class Options:
     """Seeds, from 0 on."""
     width: int = 16
     """Filters of the first stage; 64 is the width of the paper."""
-    epochs: int = 6
+    epochs: int = 12
     """Passes over the training split."""
     bits: int = 2
     """Bits of the compressing method."""
