@@ -33,7 +33,9 @@ doctor: $(VENV)/installed
 
 # The figures of the README, in the order of its table.
 bench: $(VENV)/installed
-	$(RUN) -m benchmarks.step_memory --time --rss
+	$(RUN) -m benchmarks.step_memory
+	$(RUN) -m benchmarks.step_memory --batch 64 --no-saved --no-temp --time --rss \
+	  --out benchmarks/results/step_time.json
 	$(RUN) -m benchmarks.codec_throughput
 	$(RUN) -m benchmarks.quantizer_cost
 	$(RUN) -m benchmarks.accuracy
