@@ -17,7 +17,7 @@ from dafjax._recorder import current_recorder, recorder_set_to
 from dafjax._residuals import differentiate, vjp_of_perturbed
 from dafjax._schedule import schedule_backward
 from dafjax.codecs import AbstractCodec
-from dafjax.policies import AbstractPolicy
+from dafjax.policies import AbstractPolicy, SaveAll
 from dafjax.stores import AbstractStore
 
 
@@ -50,7 +50,11 @@ def differentiable(
             codec=options.codec,
             activations=activations,
         )
-        if plan.compresses or recorded:
+        if plan.compresses:
+            return _ScheduledRule(plan, options)
+        if recorded:
+            # What `_PlainRule` keeps is hidden in JAX's pullback: list its equal.
+            plan = make_plan(program, policy=SaveAll(), codec=options.codec)
             return _ScheduledRule(plan, options)
         return _PlainRule(plan, evaluate)
 
