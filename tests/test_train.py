@@ -375,8 +375,14 @@ def test_ctrl_c_ends_the_program_with_the_way_to_resume(tmp_path, monkeypatch, c
 def test_sigint_ends_a_process_after_its_last_finished_epoch(tmp_path, monkeypatch):
     out = tmp_path / "run"
     arguments = tiny(out, epochs=1000).to_arguments()
+    # A shell that runs the tests in the background has them ignore the signal.
+    program = (
+        "import runpy, signal;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "runpy.run_module('models.train', run_name='__main__', alter_sys=True)"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "models.train", *arguments],
+        [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -388,6 +394,7 @@ def test_sigint_ends_a_process_after_its_last_finished_epoch(tmp_path, monkeypat
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
+        process.wait()
     assert process.returncode == 130
     assert "Interrupted." in output
     # The process has trained the whole network.
