@@ -1,9 +1,11 @@
 """The derivative rule of a traced function: a plan, run forward and backward."""
 
 import abc
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -14,7 +16,7 @@ from dafjax._graph import ClosedJaxpr, as_function
 from dafjax._passes import Ties, run_backward, run_forward
 from dafjax._plan import Plan, make_plan
 from dafjax._recorder import current_recorder, recorder_set_to
-from dafjax._residuals import differentiate, vjp_of_perturbed
+from dafjax._residuals import differentiate, is_differentiable, vjp_of_perturbed
 from dafjax._schedule import schedule_backward
 from dafjax.codecs import AbstractCodec
 from dafjax.policies import AbstractPolicy, SaveAll
@@ -37,12 +39,17 @@ def differentiable(
 ) -> Callable[..., list[Any]]:
     """Returns `function(seed, *arguments)` with a compressing derivative rule."""
     evaluate = as_function(closed)
+    differentiable = tuple(is_differentiable(aval.dtype) for aval in closed.out_avals)
 
     @functools.lru_cache(maxsize=16)
-    def derivative(perturbed: tuple[bool, ...], recorded: bool) -> _Rule:
-        # Wrapped functions inside this one are traced here; their residuals are part of
-        # this plan.
-        with recorder_set_to(None):
+    def derivative(
+        perturbed: tuple[bool, ...], recorded: bool, absorbed: bool
+    ) -> _Rule:
+        if absorbed:
+            return _PlainRule(perturbed, differentiable, evaluate)
+        # Wrapped functions inside this one are traced here. The outermost decides:
+        # their residuals are part of this plan.
+        with recorder_set_to(None), _absorbing():
             program = differentiate(closed, perturbed)
         plan = make_plan(
             program,
@@ -56,7 +63,7 @@ def differentiable(
             # What `_PlainRule` keeps is hidden in JAX's pullback: list its equal.
             plan = make_plan(program, policy=SaveAll(), codec=options.codec)
             return _ScheduledRule(plan, options)
-        return _PlainRule(plan, evaluate)
+        return _PlainRule(perturbed, differentiable, evaluate)
 
     @jax.custom_vjp
     def function(seed: jax.Array, *arguments: Any) -> list[Any]:
@@ -67,6 +74,7 @@ def differentiable(
         rule = derivative(
             tuple(_is_perturbed(argument) for argument in arguments),
             current_recorder() is not None,
+            _ABSORBED.get(),
         )
         results, residuals = rule.forward(
             _primal(seed), [_primal(argument) for argument in arguments]
@@ -75,30 +83,47 @@ def differentiable(
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         carried, residuals = residuals
-        program = carried.rule.plan.program
         gradients = iter(
             carried.rule.backward(
                 residuals,
                 [
                     _instantiate(cotangent)
                     for cotangent, wanted in zip(
-                        cotangents, program.differentiable, strict=True
+                        cotangents, differentiable, strict=True
                     )
                     if wanted
                 ],
             )
         )
-        return None, *(next(gradients) if p else None for p in program.perturbed)
+        return None, *(next(gradients) if p else None for p in carried.rule.perturbed)
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function
 
 
-class _Rule(abc.ABC):
-    """The forward and the backward pass of a plan."""
+# Whether wrapped functions are being traced as parts of another one.
+_ABSORBED: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "absorbed", default=False
+)
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+
+@contextlib.contextmanager
+def _absorbing() -> Iterator[None]:
+    token = _ABSORBED.set(True)
+    try:
+        yield
+    finally:
+        _ABSORBED.reset(token)
+
+
+class _Rule(abc.ABC):
+    """A forward and a backward pass.
+
+    Attributes:
+        perturbed: For every argument, whether it is differentiated.
+    """
+
+    perturbed: tuple[bool, ...]
 
     @abc.abstractmethod
     def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -111,20 +136,25 @@ class _Rule(abc.ABC):
 
 @final
 class _PlainRule(_Rule):
-    """Ordinary reverse-mode differentiation, for a plan that compresses nothing.
+    """Ordinary reverse-mode differentiation, where nothing is compressed.
 
     Bit for bit what JAX computes, and differentiable any number of times.
     """
 
-    def __init__(self, plan: Plan, function: Callable[..., list[Any]]) -> None:
-        super().__init__(plan)
+    def __init__(
+        self,
+        perturbed: tuple[bool, ...],
+        differentiable: tuple[bool, ...],
+        function: Callable[..., list[Any]],
+    ) -> None:
+        self.perturbed = perturbed
+        self._differentiable = differentiable
         self._function = function
 
     def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
         del seed
-        program = self.plan.program
         return vjp_of_perturbed(
-            self._function, arguments, program.perturbed, program.differentiable
+            self._function, arguments, self.perturbed, self._differentiable
         )
 
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
@@ -136,7 +166,8 @@ class _ScheduledRule(_Rule):
     """Both passes equation by equation; compiled once when called eagerly."""
 
     def __init__(self, plan: Plan, options: Options) -> None:
-        super().__init__(plan)
+        self.perturbed = plan.program.perturbed
+        self._plan = plan
         self._run_forward = functools.partial(
             run_forward, plan, store=options.store, ties=options.ties
         )
@@ -154,9 +185,9 @@ class _ScheduledRule(_Rule):
         recorder = current_recorder()
         run = self._forward
         if recorder is not None:
-            run = self._named(recorder.name(self.plan))
-        results, stored = run(arguments, seed=seed)
-        kept = {number: arguments[number] for number in self.plan.arguments}
+            run = self._named(recorder.name(self._plan))
+        results, stored = run([_once_only(a) for a in arguments], seed=seed)
+        kept = {number: arguments[number] for number in self._plan.arguments}
         return results, (kept, stored)
 
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
@@ -178,6 +209,23 @@ class _Carried:
     """Carries the rule from the forward to the backward pass, in the tree structure."""
 
     rule: _Rule
+
+
+@jax.custom_jvp
+def _once_only(argument: Any) -> Any:
+    """Returns its argument; refuses to be differentiated.
+
+    The scheduled passes have custom derivatives inlined, and codes have no derivative.
+    """
+    return argument
+
+
+@_once_only.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "`remat_compress` supports first-order reverse-mode differentiation only, but "
+        "a function that it wraps is differentiated twice. Use `bits=None` there."
+    )
 
 
 def _is_perturbed(argument: Any) -> bool:

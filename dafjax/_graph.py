@@ -11,12 +11,14 @@ from typing import Any, TypeAlias, final
 import jax
 import jax.core
 import jax.extend.core as jex_core
+from jax._src import config
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
 
 # Calls whose body is spliced into the caller. The functions seen here have already been
-# differentiated, so the rules that custom_jvp and custom_vjp carry have been applied.
+# differentiated, so the rules that custom_jvp and custom_vjp carry have been applied or
+# are not needed: differentiating once more is refused.
 _INLINED = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -25,6 +27,9 @@ _INLINED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    # What it would recompute is recomputed, or kept, as the plan says.
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
 }
 
 
@@ -73,13 +78,13 @@ class Equation:
         )
 
     @property
-    def compared_with_zero(self) -> int | None:
-        """The other operand, if one of two operands is the literal 0."""
+    def zero_operand(self) -> int | None:
+        """Which of two operands is the literal 0, if the other one is a value."""
         operands = self.jaxpr.eqns[0].invars
         zeros = [isinstance(a, jex_core.Literal) and a.val == 0 for a in operands]
         if len(operands) != 2 or sum(zeros) != 1 or len(self.input_values) != 1:
             return None
-        return self.input_values[0]
+        return zeros.index(True)
 
     @property
     def has_effect(self) -> bool:
@@ -174,6 +179,15 @@ def trace(
 def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     """Returns the function that was traced, of flat arguments, with a flat result."""
     return jex_core.jaxpr_as_fun(closed)
+
+
+def trace_context() -> Any:
+    """Returns what a trace depends on beside its arguments, hashable.
+
+    Settings such as `jax_enable_x64` and the default matmul precision, and the axes
+    that `vmap` and `shard_map` have named.
+    """
+    return config.trace_context()
 
 
 def count_calls(closed: ClosedJaxpr) -> collections.Counter[str]:

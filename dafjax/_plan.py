@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dafjax._graph import Equation, live_equations
-from dafjax._primitives import is_cheap
+from dafjax._primitives import is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_masks, selection
 from dafjax._residuals import Program
 from dafjax.codecs import AbstractCodec
@@ -161,8 +161,17 @@ def _decide(
     # The values in inexact codes that recomputing a value unpacks; or itself
     sources: dict[int, frozenset[int]] = {}
 
+    exact = {
+        value
+        for eqn in program.backward
+        if needs_exact_operands(eqn.primitive)
+        for value in eqn.input_values
+    }
+
     def settle(value: int, residual: Residual, reached: frozenset[int]) -> None:
         decision = policy(residual)
+        if value in exact and not residual.known:
+            decision = Save()
         if not isinstance(decision, (Save, Compress, Recompute)):
             raise TypeError(
                 f"`policy` must return `Save()`, `Compress(...)` or `Recompute()`, but "

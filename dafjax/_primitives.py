@@ -13,6 +13,16 @@ _ELEMENTWISE = frozenset(
     ]
 )
 
+# A small error of an operand can be a huge one of the result. Recomputed from codes of
+# logits, a softmax was off by a factor of 10^5.
+_AMPLIFYING = frozenset(
+    ["cosh", "cumprod", "exp", "exp2", "expm1", "pow", "reduce_prod", "sinh", "tan"]
+)
+
+# What reads a value in jumps, although its results are floating-point: the gradient of
+# max-pooling looks for the place of the maximum again.
+_SEARCHING = frozenset(["select_and_gather_add", "select_and_scatter_add", "sort"])
+
 # Results are booleans or integers, or jump where an operand moves a little.
 _DISCONTINUOUS = frozenset(
     [
@@ -52,4 +62,9 @@ def is_cheap(primitive: str) -> bool:
 
 def is_continuous(primitive: str) -> bool:
     """Returns whether a small error of an operand stays small in a floating result."""
-    return primitive in _CHEAP - _DISCONTINUOUS
+    return primitive in _CHEAP - _DISCONTINUOUS - _AMPLIFYING
+
+
+def needs_exact_operands(primitive: str) -> bool:
+    """Returns whether an equation of the backward pass must read exact values."""
+    return primitive in _SEARCHING

@@ -16,14 +16,17 @@ from dafjax._residuals import Program
 
 def find_masks(program: Program) -> dict[int, int]:
     """Returns the value of the mask `x > 0` for the value of every `max(x, 0)`."""
-    masks = {}
-    for eqn in program.forward:
-        if eqn.primitive == "gt" and eqn.compared_with_zero is not None:
-            masks[eqn.compared_with_zero] = eqn.outputs[0]
-    return {
-        eqn.outputs[0]: masks[eqn.compared_with_zero]
+    masks = {
+        eqn.input_values[0]: eqn.outputs[0]
         for eqn in program.forward
-        if eqn.primitive == "max" and eqn.compared_with_zero in masks
+        if (eqn.primitive, eqn.zero_operand) in (("gt", 1), ("lt", 0))
+    }
+    return {
+        eqn.outputs[0]: masks[eqn.input_values[0]]
+        for eqn in program.forward
+        if eqn.primitive == "max"
+        and eqn.zero_operand is not None
+        and eqn.input_values[0] in masks
     }
 
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from dafjax._call import StaticArguments, bind, positions, run
 from dafjax._derivative import Options, differentiable
-from dafjax._graph import trace
+from dafjax._graph import trace, trace_context
 from dafjax._passes import Ties
 from dafjax.codecs import Affine
 from dafjax.policies import AbstractPolicy, CompressExpensive
@@ -43,7 +43,8 @@ def remat_compress(
     own by float rounding, where XLA fuses differently); gradients have a small, by
     default unbiased, error. Without differentiation it is the function itself.
 
-    Only inputs that are differentiated cause residuals; arguments that the backward
+    Where wrapped functions are nested, the outermost decides. Only inputs that are
+    differentiated cause residuals; arguments that the backward
     pass needs are used as they are, never quantized.
 
     Args:
@@ -178,8 +179,7 @@ class _TraceCache:
             structure,
             tuple(jax.typeof(leaf) for leaf in leaves),
             activations,
-            # Follows `jax_enable_x64`, and with it what constants in `fun` become.
-            jnp.result_type(float),
+            trace_context(),
         )
         traced = self._entries.get(key)
         if traced is None:

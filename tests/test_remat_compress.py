@@ -158,6 +158,46 @@ def test_a_rectifier_adds_no_bias(key):
     assert np.abs(z).max() < 5.5
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [lambda h: h > 0, lambda h: jnp.greater(0.0, h), lambda h: jnp.less(0.0, h)],
+    ids=["h > 0", "0 > h", "0 < h"],
+)
+def test_a_rectifier_is_not_mistaken_for_its_opposite(mask, key):
+    x, w = jax.random.normal(key, (2, 64, 64)) / 4
+
+    def f(w):
+        h = x @ w
+        return jnp.sum(jnp.sin((jnp.maximum(h, 0.0) + jnp.where(mask(h), h, 0.0)) @ w))
+
+    assert_close_but_not_equal(jax.grad(compressed(f))(w), jax.grad(f)(w))
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.05), (4, 0.5), (2, 3.0)])
+def test_a_softmax_of_large_logits_does_not_explode(bits, most, key):
+    q, k, v = jax.random.normal(key, (3, 128, 64))
+
+    def f(q):
+        return jnp.sum(jnp.sin(jax.nn.softmax(q @ k.T) @ v))
+
+    got = jax.grad(compressed(f, bits=bits))(q)
+    assert_close_but_not_equal(got, jax.grad(f)(q), most=most)
+
+
+def test_max_pooling_finds_the_place_of_the_maximum_exactly(key):
+    x, w = jax.random.normal(key, (2, 64, 64)) / 8
+
+    def f(w):
+        h = (x @ w).reshape(8, 8, 8, 8)
+        pooled = jax.lax.reduce_window(
+            h, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
+        return jnp.sum(pooled)
+
+    got = jax.grad(compressed(f, bits=1))(w)
+    np.testing.assert_allclose(got, jax.grad(f)(w), rtol=1e-5, atol=1e-5)
+
+
 class TestCalling:
     """The ways in which `jax.checkpoint` can be called."""
 
@@ -488,6 +528,33 @@ class TestComposition:
         assert jax.grad(compressed(f))(jnp.zeros((0, 4))).shape == (0, 4)
 
 
+class TestTracing:
+    """What a trace depends on beside shapes."""
+
+    def test_the_size_of_a_named_axis(self):
+        wrapped = compressed(lambda x: jnp.sum(x) / jax.lax.psum(1, "i"))
+        for size in (2, 4):
+            got = jax.vmap(wrapped, axis_name="i")(jnp.ones((size, 3)))
+            np.testing.assert_allclose(got, np.full(size, 3 / size))
+
+    def test_the_matmul_precision(self):
+        wrapped = compressed(lambda x: x @ x)
+        x = jnp.ones((4, 4))
+        wrapped(x)
+        with jax.default_matmul_precision("highest"):
+            assert "HIGHEST" in str(jax.make_jaxpr(lambda x: wrapped(x))(x))
+
+    def test_of_nested_wraps_the_outermost_decides(self, key):
+        p, x = networks.conv_example(key)
+        inner = functools.partial(
+            networks.conv_loss,
+            wrap_block=functools.partial(compressed, bits=1),
+        )
+        got = jax.jit(jax.grad(compressed(inner, bits=8)))(p, x)
+        want = jax.jit(jax.grad(networks.conv_loss))(p, x)
+        assert_close_but_not_equal(got, want)
+
+
 class TestErrors:
     """Bad input is named, with what is valid and what to do."""
 
@@ -551,6 +618,25 @@ class TestErrors:
         wrapped = compressed(lambda w: jnp.sum(jnp.sin(w @ w)))
         with pytest.raises(NotImplementedError, match="bits=None"):
             jax.hessian(wrapped)(w)
+
+    def test_second_order_differentiation_with_a_custom_rule(self, key):
+        """Silently without the rule's own derivative, if it were not refused."""
+
+        @jax.custom_jvp
+        def straight_through(a):
+            return jnp.round(a)
+
+        straight_through.defjvp(lambda p, t: (jnp.round(p[0]), t[0]))
+        w = jax.random.normal(key, (16, 16))
+
+        def f(a, x):
+            return jnp.sum(straight_through(a) * jnp.tanh(x @ w))
+
+        def penalty(a):
+            return jnp.sum(jax.grad(compressed(f), argnums=1)(a, w) ** 2)
+
+        with pytest.raises(NotImplementedError, match="bits=None"):
+            jax.grad(penalty)(1.7)
 
     def test_forward_mode_differentiation(self, key):
         w = jax.random.normal(key, (16, 16))
