@@ -51,7 +51,12 @@ def write_result(
     path.parent.mkdir(parents=True, exist_ok=True)
     end = {"load_average_at_end": list(os.getloadavg())}
     document = {"environment": environment | end, **result}
-    path.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    path.write_text(json.dumps(document, indent=1, default=_readable) + "\n")
+
+
+def _readable(value: Any) -> str:
+    """Returns what stands for a value in JSON; of a path, what no machine decides."""
+    return value.name if isinstance(value, pathlib.Path) else str(value)
 
 
 def _git(*arguments: str) -> str:
