@@ -15,7 +15,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from dafjax._graph import ClosedJaxpr, as_function
 from dafjax._passes import Ties, run_backward, run_forward
 from dafjax._plan import Plan, make_plan
-from dafjax._recorder import current_recorder, recorder_set_to
+from dafjax._recorder import current_recorder
 from dafjax._residuals import differentiate, is_differentiable, vjp_of_perturbed
 from dafjax._schedule import schedule_backward
 from dafjax.codecs import AbstractCodec
@@ -34,7 +34,7 @@ class Options:
     ties: Ties
 
 
-def differentiable(
+def with_compressed_residuals(
     closed: ClosedJaxpr, options: Options, activations: tuple[int, ...]
 ) -> Callable[..., list[Any]]:
     """Returns `function(seed, *arguments)` with a compressing derivative rule."""
@@ -49,7 +49,7 @@ def differentiable(
             return _PlainRule(perturbed, differentiable, evaluate)
         # Wrapped functions inside this one are traced here. The outermost decides:
         # their residuals are part of this plan.
-        with recorder_set_to(None), _absorbing():
+        with _absorbing():
             program = differentiate(closed, perturbed)
         plan = make_plan(
             program,

@@ -34,16 +34,9 @@ class PlanRecorder:
 def record_plans() -> Iterator[PlanRecorder]:
     """Collects the plans of the wrapped functions that are differentiated meanwhile."""
     recorder = PlanRecorder()
-    with recorder_set_to(recorder):
-        yield recorder
-
-
-@contextlib.contextmanager
-def recorder_set_to(recorder: PlanRecorder | None) -> Iterator[None]:
-    """Makes a recorder, or none, the one that traced forward passes report to."""
     token = _RECORDER.set(recorder)
     try:
-        yield
+        yield recorder
     finally:
         _RECORDER.reset(token)
 

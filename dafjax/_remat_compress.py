@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from dafjax._call import StaticArguments, bind, positions, run
-from dafjax._derivative import Options, differentiable
+from dafjax._derivative import Options, with_compressed_residuals
 from dafjax._graph import trace, trace_context
 from dafjax._passes import Ties
 from dafjax.codecs import Affine
@@ -205,7 +205,7 @@ def _trace(
         return run(fun, static, *jax.tree.unflatten(structure, leaves))
 
     closed, consts, out_structure = trace(flat, leaves)
-    function = differentiable(
+    function = with_compressed_residuals(
         closed, options, tuple(len(consts) + number for number in activations)
     )
     return _Traced(function, consts, out_structure)
