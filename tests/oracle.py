@@ -66,20 +66,19 @@ def noise_words(seed: int, wide: np.ndarray) -> np.ndarray:
     rows, width = wide.shape
     tiles = width // 512
     patterns = np.where(np.isfinite(wide), wide, f32(0)).view(np.uint32)
-    # The sum of a tile is below 2^41: nothing is lost before it wraps.
-    total = patterns.reshape(rows, tiles, 512).sum(axis=-1, dtype=np.uint64)
+    # Every other row of 32. The sum is below 2^40: nothing is lost before it wraps.
+    counted = patterns.reshape(rows, tiles, 8, 64)[..., :32]
+    total = counted.sum(axis=(-2, -1), dtype=np.uint64)
     checksum = (total % 2**32).astype(np.uint32)
     stream = mix(np.array([seed], np.uint32) + GOLDEN_RATIO)
     key = mix(mix(stream ^ np.arange(tiles, dtype=np.uint32)) + checksum)
     k = np.arange(16, dtype=np.uint32)
-    state = mix(key[..., None] + k * GOLDEN_RATIO) | np.uint32(1)
+    draw = mix(key[..., None] + k * GOLDEN_RATIO)
     words = np.zeros((rows, tiles, 16, 32), np.uint32)
-    for row in range(16):
-        state = state ^ (state << np.uint32(13))
-        state = state ^ (state >> np.uint32(17))
-        state = state ^ (state << np.uint32(5))
-        words[:, :, row, 0::2] = state & np.uint32(0xFFFF)
-        words[:, :, row, 1::2] = state >> np.uint32(16)
+    words[:, :, 0, 0::2] = draw & np.uint32(0xFFFF)
+    words[:, :, 0, 1::2] = draw >> np.uint32(16)
+    for row in range(1, 16):
+        words[:, :, row] = words[:, :, row - 1] * np.uint32(0x9F27) & np.uint32(0xFFFF)
     return words.reshape(rows, width)
 
 

@@ -1,6 +1,7 @@
 """Rounding noise in jax.numpy: `xla_ffi/README.md`, section 3, bit for bit."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dafjax._native._layout import LANES, ROWS
@@ -8,6 +9,21 @@ from dafjax._typing import Array
 
 
 _GOLDEN_RATIO = 0x9E3779B9
+_FACTOR = 0x9F27
+_POWERS = np.array([pow(_FACTOR, row, 1 << 16) for row in range(ROWS)], np.uint32)
+
+
+def checksums(tiles: Array) -> Array:
+    """Sums the bit patterns of every other row of each tile, wrapping around.
+
+    Args:
+        tiles: uint32 `[..., 16 rows, 32 lanes]`: float32 bit patterns, 0 for elements
+            that are not finite.
+
+    Returns:
+        uint32 `[...]`.
+    """
+    return jnp.sum(tiles[..., ::2, :], axis=(-2, -1), dtype=jnp.uint32)
 
 
 def noise_words(seed: Array, checksum: Array) -> Array:
@@ -15,8 +31,7 @@ def noise_words(seed: Array, checksum: Array) -> Array:
 
     Args:
         seed: uint32 scalar.
-        checksum: uint32 `[*batch, tiles]`, the wrapping sum of the float32 bit patterns
-            of each tile's finite elements.
+        checksum: uint32 `[*batch, tiles]`, see `checksums`.
 
     Returns:
         uint32 `[*batch, tiles, 16 rows, 32 lanes]`, values below 2^16.
@@ -25,19 +40,15 @@ def noise_words(seed: Array, checksum: Array) -> Array:
     stream = _mix(seed + jnp.uint32(_GOLDEN_RATIO))
     key = _mix(_mix(stream ^ tile) + checksum)
 
-    # Two lanes share a 32-bit state: the low half serves the even one.
+    # Two lanes share a draw of 32 bits: the low half serves the even one.
     pairs = (*checksum.shape, LANES // 2)
     pair = lax.broadcasted_iota(jnp.uint32, pairs, len(pairs) - 1)
-    state = _mix(key[..., None] + pair * jnp.uint32(_GOLDEN_RATIO)) | jnp.uint32(1)
-
-    rows = []
-    for _ in range(ROWS):
-        state = _xorshift(state)
-        rows.append(state)
-    words = jnp.stack(rows, axis=-2)  # [*batch, tiles, 16, 16]
-    half = jnp.array([0, 16], jnp.uint32).reshape((1,) * words.ndim + (2,))
-    words = (words[..., None] >> half) & jnp.uint32(0xFFFF)
-    return words.reshape(*checksum.shape, ROWS, LANES)
+    draw = _mix(key[..., None] + pair * jnp.uint32(_GOLDEN_RATIO))
+    half = jnp.array([0, 16], jnp.uint32).reshape((1,) * draw.ndim + (2,))
+    first = ((draw[..., None] >> half) & jnp.uint32(0xFFFF)).reshape(
+        *checksum.shape, 1, LANES
+    )
+    return (first * _POWERS[:, None]) & jnp.uint32(0xFFFF)
 
 
 def _mix(x: Array) -> Array:
@@ -48,9 +59,3 @@ def _mix(x: Array) -> Array:
     x = x * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))
 
-
-def _xorshift(s: Array) -> Array:
-    """Steps Marsaglia's 32-bit generator (13, 17, 5)."""
-    s = s ^ (s << jnp.uint32(13))
-    s = s ^ (s >> jnp.uint32(17))
-    return s ^ (s << jnp.uint32(5))

@@ -11,7 +11,7 @@ from jax import lax
 
 from dafjax._native import _float_bits as fb
 from dafjax._native._layout import TILE, num_blocks, num_tiles
-from dafjax._native._noise import noise_words
+from dafjax._native._noise import checksums, noise_words
 from dafjax._native._planes import pack_planes, to_tiles, unpack_planes
 from dafjax._typing import Array
 
@@ -109,7 +109,7 @@ def encode_padded(
     fraction_bits = fraction_bits.astype(jnp.uint32)[..., None]
     if stochastic:
         tiles = to_tiles(jnp.where(finite, pattern, jnp.uint32(0)))
-        words = noise_words(seed, jnp.sum(tiles, axis=(-2, -1), dtype=jnp.uint32))
+        words = noise_words(seed, checksums(tiles))
         noise = words.reshape(blocks) >> (jnp.uint32(16) - fraction_bits)
     else:
         noise = jnp.uint32(1) << (fraction_bits - jnp.uint32(1))

@@ -3,12 +3,17 @@
 
 #include <cstdint>
 
+#include "format/packed.h"
+
 namespace dafjax {
 
-// The noise of stochastic rounding, README.md section 3. A tile has 16 xorshift
-// generators; generator `k` gives, for each row, the 16-bit words of lanes 2k and 2k+1.
-inline constexpr int kNoiseStates = 16;
+// The noise of stochastic rounding, README.md section 3. A lane's first word is drawn
+// from the tile's key; every row multiplies it, modulo 2^16.
+inline constexpr uint16_t kNoiseFactor = 0x9f27;
 inline constexpr uint32_t kNoiseStep = 0x9e3779b9;
+
+// The key depends on the values in the tile's rows 0, 2, 4 ...
+constexpr bool IsInChecksum(int element) { return element / kTileLanes % 2 == 0; }
 
 constexpr uint32_t MixNoise(uint32_t x) {
   x ^= x >> 16;
@@ -19,20 +24,22 @@ constexpr uint32_t MixNoise(uint32_t x) {
   return x;
 }
 
-// `checksum`: the wrapping sum of the float32 bit patterns of the tile's finite values.
-constexpr uint32_t NoiseKey(uint32_t seed, uint32_t tile, uint32_t checksum) {
-  return MixNoise(MixNoise(MixNoise(seed + kNoiseStep) ^ tile) + checksum);
+constexpr uint32_t NoiseStream(uint32_t seed) { return MixNoise(seed + kNoiseStep); }
+
+// `checksum`: the wrapping sum of the float32 bit patterns of the tile's finite values in
+// the rows that count.
+constexpr uint32_t NoiseKey(uint32_t stream, uint32_t tile, uint32_t checksum) {
+  return MixNoise(MixNoise(stream ^ tile) + checksum);
 }
 
-constexpr uint32_t NoiseState(uint32_t key, uint32_t k) {
-  return MixNoise(key + k * kNoiseStep) | 1;
+// The noise word of lane `lane` in row 0. Two lanes share a draw.
+constexpr uint16_t FirstNoise(uint32_t key, int lane) {
+  const uint32_t pair = MixNoise(key + static_cast<uint32_t>(lane / 2) * kNoiseStep);
+  return static_cast<uint16_t>(lane % 2 == 0 ? pair : pair >> 16);
 }
 
-constexpr uint32_t NextNoise(uint32_t state) {
-  state ^= state << 13;
-  state ^= state >> 17;
-  state ^= state << 5;
-  return state;
+constexpr uint16_t NextNoise(uint16_t word) {
+  return static_cast<uint16_t>(uint32_t{word} * kNoiseFactor);
 }
 
 }  // namespace dafjax
