@@ -58,4 +58,3 @@ def _mix(x: Array) -> Array:
     x = x ^ (x >> jnp.uint32(15))
     x = x * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))
-
