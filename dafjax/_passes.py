@@ -1,5 +1,6 @@
 """The forward and the backward pass, run equation by equation as scheduled."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 
 from dafjax._graph import Atom, Constant, evaluate, live_equations, values_of
 from dafjax._native import tie
-from dafjax._plan import Plan
+from dafjax._plan import Kept, Plan
 from dafjax._primitives import is_cheap
-from dafjax._schedule import Step, last_uses
+from dafjax._schedule import Step, Unpacking, last_uses
 from dafjax._typing import ArrayTree
 from dafjax.stores import AbstractStore
 
@@ -29,11 +30,20 @@ class Ties:
         outgoing: Ties of what a stretch of the backward pass computed with the start of
             the next one. Without them small reductions are put off, and their operands
             live on.
+        partial: Ties of what was recomputed from one residual with the unpacking of the
+            next. Without them all are unpacked at once.
+        operands: Ties of cotangents with what was restored for the same equation.
+            Without them copies of the cotangents wait for it.
+        arguments: The dependency of large arguments on the backward pass. Without it
+            rearranged copies of all weights wait from the start.
     """
 
     forward: bool = True
     cotangent: bool = True
     outgoing: bool = True
+    partial: bool = True
+    operands: bool = True
+    arguments: bool = True
 
 
 def run_forward(
@@ -146,23 +156,49 @@ def run_backward(
             tied = _tied_values(step, ties)
             *values, token = tie(*(env[v] for v in tied), token)
             env.update(zip(tied, values, strict=True))
-        after = (token,) if ties.cotangent else ()
-        for value in step.unpacked:
-            item = kept[value]
-            assert item.codec is not None
-            with jax.named_scope("unpack"):
-                packed = store.get(waiting[value])
-                env[value] = item.codec.decode(packed, item.like, after=after)
-        for equation in step.recomputed:
-            outputs = evaluate(equation, _read(equation.inputs, env))
-            for value, output in zip(equation.outputs, outputs, strict=True):
+        delayed = {v: _not_before(token, env[v]) for v in step.delayed}
+        at_hand = collections.ChainMap(delayed if ties.arguments else {}, env)
+        for item in step.restored:
+            if isinstance(item, Unpacking):
+                if item.behind and ties.partial:
+                    *values, token = tie(*(env[v] for v in item.behind), token)
+                    env.update(zip(item.behind, values, strict=True))
+                after = (token,) if ties.cotangent else ()
+                env[item.value] = _unpack(
+                    kept[item.value], waiting[item.value], store, after
+                )
+                continue
+            outputs = evaluate(item, _read(item.inputs, at_hand))
+            for value, output in zip(item.outputs, outputs, strict=True):
                 # What is kept is taken from what was kept, never recomputed.
                 if value not in kept:
                     env[value] = output
+        if step.joined and ties.operands:
+            values = tie(*(env[v] for v in step.joined))
+            env.update(zip(step.joined, values, strict=True))
         if step.equation is not None:
-            outputs = evaluate(step.equation, _read(step.equation.inputs, env))
+            outputs = evaluate(step.equation, _read(step.equation.inputs, at_hand))
             env.update(zip(step.equation.outputs, outputs, strict=True))
     return _read(program.gradients, env)
+
+
+def _unpack(
+    item: Kept, handle: ArrayTree, store: AbstractStore, after: tuple[jax.Array, ...]
+) -> jax.Array:
+    assert item.codec is not None
+    with jax.named_scope("unpack"):
+        return item.codec.decode(store.get(handle), item.like, after=after)
+
+
+def _not_before(token: jax.Array, value: jax.Array) -> jax.Array:
+    """Returns an array that XLA cannot read, or copy, before the token is there.
+
+    Unlike a tie it copies nothing where the array is rearranged anyway. The token is 0,
+    which XLA does not know.
+    """
+    if not _can_be_tied(value):
+        return value
+    return jax.lax.select(token == 0, value, jnp.zeros_like(value))
 
 
 def _tied_values(step: Step, ties: Ties) -> tuple[int, ...]:

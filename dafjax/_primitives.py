@@ -52,6 +52,10 @@ _CONTINUOUS = _ELEMENTWISE | _REARRANGING | _REDUCING
 _CHEAP = _CONTINUOUS | _AMPLIFYING | _DISCONTINUOUS
 
 
+# XLA copies their operands into another layout.
+_REARRANGING_OPERANDS = frozenset(["conv_general_dilated"])
+
+
 def is_cheap(primitive: str) -> bool:
     """Returns whether running an operation again costs little beside a product.
 
@@ -69,3 +73,8 @@ def is_continuous(primitive: str) -> bool:
 def needs_exact_operands(primitive: str) -> bool:
     """Returns whether an equation of the backward pass must read exact values."""
     return primitive in _SEARCHING
+
+
+def rearranges_operands(primitive: str) -> bool:
+    """Returns whether XLA copies the operands of an operation before it runs it."""
+    return primitive in _REARRANGING_OPERANDS

@@ -16,6 +16,16 @@ equation, and before the first unpacking after one. There, one tie takes
 
 What was unpacked is forgotten at the end of a stretch; a later use unpacks it again,
 which costs less than keeping it.
+
+Within a stretch three more orders are forced, each worth about one array at the peak:
+
+- Where a value is recomputed from several compressed ones, the next is unpacked when
+  what came of the last is there.
+- An expensive equation reads its cotangents through a tie with what was restored for
+  it: XLA copies operands into the layout that it multiplies in, those that are there
+  first, first.
+- Large arguments (weights) are read no earlier than the stretch begins, for the same
+  reason: XLA would turn all of them round at the start of the program.
 """
 
 import dataclasses
@@ -24,7 +34,22 @@ from typing import final
 
 from dafjax._graph import Atom, Equation, values_of
 from dafjax._plan import Plan
-from dafjax._primitives import is_cheap
+from dafjax._primitives import is_cheap, rearranges_operands
+from dafjax._residuals import Program
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Unpacking:
+    """Unpacks a compressed residual.
+
+    Attributes:
+        value: The residual.
+        behind: What was recomputed in this step before, and goes through a tie first.
+    """
+
+    value: int
+    behind: tuple[int, ...] = ()
 
 
 @final
@@ -37,19 +62,33 @@ class Step:
         begins: Whether a stretch begins before it.
         cotangents: If so, the values of the backward pass that go through the tie.
         given: If so, the saved values and small arguments that go through the tie.
-        unpacked: The compressed residuals to unpack, in order.
-        recomputed: The equations of the forward pass to run again, in order.
+        restored: How what is missing is restored, in order: residuals to unpack, and
+            equations of the forward pass to run again.
+        delayed: The large arguments to read no earlier than the stretch begins.
+        joined: What of the equation's operands goes through one tie before it.
     """
 
     equation: Equation | None
     begins: bool
     cotangents: tuple[int, ...]
     given: tuple[int, ...]
-    unpacked: tuple[int, ...]
-    recomputed: tuple[Equation, ...]
+    restored: tuple[Unpacking | Equation, ...]
+    delayed: tuple[int, ...]
+    joined: tuple[int, ...]
+
+    @property
+    def unpacked(self) -> tuple[int, ...]:
+        """The residuals to unpack, in order."""
+        return tuple(r.value for r in self.restored if isinstance(r, Unpacking))
+
+    @property
+    def recomputed(self) -> tuple[Equation, ...]:
+        """The equations of the forward pass to run again, in order."""
+        return tuple(r for r in self.restored if isinstance(r, Equation))
 
 
 # Larger arguments do not go through ties: XLA copies an argument that it must keep.
+# Smaller values are not worth an order.
 _SMALL_NBYTES = 16 * 1024
 
 
@@ -79,6 +118,7 @@ class _Builder:
         self._given = {k.value for k in plan.kept if k.codec is None}
         self._given.update(plan.arguments)
         self._recomputed = plan.recomputed
+        self._depths = _depths(program, self._compressed | self._given)
         self._last_use = last_uses(program.backward, program.gradients)
         self._made = set(program.cotangents)
         self._fresh = set(program.cotangents)
@@ -103,17 +143,20 @@ class _Builder:
             cotangents = tuple(sorted(alive))
             self._fresh.clear()
         missing = self._missing(residuals)
-        unpacked = tuple(v for v in missing if v in self._compressed)
-        recomputed = tuple(
-            dict.fromkeys(
-                self._recomputed[v]
-                for v in missing
-                if v not in self._compressed and v not in self._given
-            )
-        )
         given = {v for v in missing if v in self._given}
-        self._known.update(v for v in missing if v not in self._given)
-        self._steps.append(Step(equation, begins, cotangents, (), unpacked, recomputed))
+        restored = [v for v in missing if v not in given]
+        self._known.update(restored)
+        step = Step(
+            equation=equation,
+            begins=begins,
+            cotangents=cotangents,
+            given=(),
+            restored=self._in_order(restored, residuals),
+            delayed=(),
+            joined=self._joined(inputs, restored) if expensive else (),
+        )
+        delayed = self._large_arguments(step)
+        self._steps.append(dataclasses.replace(step, delayed=delayed))
         self._given_of_step.append(given)
         if equation is not None:
             self._made.update(equation.outputs)
@@ -135,24 +178,98 @@ class _Builder:
             steps.append(step)
         return tuple(reversed(steps))
 
+    def _in_order(
+        self, restored: Sequence[int], wanted: Iterable[int]
+    ) -> tuple[Unpacking | Equation, ...]:
+        """Returns how to restore values, given in the order in which they were made."""
+        last_use = dict.fromkeys(wanted, len(restored))
+        for now, value in reversed(list(enumerate(restored))):
+            if value not in self._compressed:
+                for operand in self._recomputed[value].input_values:
+                    last_use.setdefault(operand, now)
+        order: dict[Unpacking | Equation, None] = {}
+        partial: list[int] = []
+        for now, value in enumerate(restored):
+            if value not in self._compressed:
+                order[self._recomputed[value]] = None
+                if self._is_large(value):
+                    partial.append(value)
+                continue
+            behind = tuple(v for v in partial if last_use.get(v, -1) >= now)
+            if not behind or self._nbytes(value) < max(map(self._nbytes, behind)):
+                order[Unpacking(value)] = None
+            else:
+                order[Unpacking(value, behind)] = None
+                partial.clear()
+        return tuple(order)
+
+    def _joined(
+        self, inputs: Sequence[int], restored: Sequence[int]
+    ) -> tuple[int, ...]:
+        large = [v for v in inputs if self._is_large(v)]
+        new = [v for v in large if v in restored]
+        cotangents = [v for v in large if v in self._made]
+        return (*cotangents, *new) if cotangents and new else ()
+
+    def _large_arguments(self, step: Step) -> tuple[int, ...]:
+        readers = list(step.recomputed)
+        if step.equation is not None and rearranges_operands(step.equation.primitive):
+            readers.append(step.equation)
+        read = {v for eqn in readers for v in eqn.input_values}
+        return tuple(
+            v
+            for v in sorted(read)
+            if v < self._program.num_arguments
+            and v not in self._compressed
+            and self._is_large(v)
+        )
+
+    def _effort(self, value: int) -> tuple[int, int]:
+        return self._nbytes(value), self._depths.get(value, 0)
+
     def _goes_through_ties(self, value: int) -> bool:
-        if value >= self._program.num_arguments:
-            return True
+        return value >= self._program.num_arguments or not self._is_large(value)
+
+    def _is_large(self, value: int) -> bool:
+        return self._nbytes(value) > _SMALL_NBYTES
+
+    def _nbytes(self, value: int) -> int:
         aval = self._program.avals[value]
-        return aval.size * getattr(aval.dtype, "itemsize", 0) <= _SMALL_NBYTES
+        return aval.size * getattr(aval.dtype, "itemsize", 0)
 
     def _missing(self, wanted: Iterable[int]) -> list[int]:
-        """Returns all values between what is at hand and `wanted`, in order."""
-        missing: set[int] = set()
-        stack = list(wanted)
+        """Returns all values between what is at hand and `wanted`.
+
+        In an order in which they can be restored: one operand with all that it takes,
+        then the next. Large ones that take long come first, so that what is at hand
+        already waits for little.
+        """
+        missing: dict[int, None] = {}
+        begun: set[int] = set()
+        stack = sorted(wanted, key=self._effort)
         while stack:
-            value = stack.pop()
-            if value in missing or value in self._known:
+            value = stack[-1]
+            if value in begun or value in self._known:
+                stack.pop()
+                if value not in self._known:
+                    missing[value] = None
                 continue
-            missing.add(value)
+            begun.add(value)
             if value not in self._compressed and value not in self._given:
-                stack.extend(self._recomputed[value].input_values)
-        return sorted(missing)
+                operands = self._recomputed[value].input_values
+                stack.extend(
+                    sorted((v for v in operands if v not in begun), key=self._effort)
+                )
+        return list(missing)
+
+
+def _depths(program: Program, at_hand: set[int]) -> dict[int, int]:
+    """Returns how many equations run one after another to restore each value."""
+    depths: dict[int, int] = {}
+    for eqn in program.forward:
+        depth = 1 + max((depths.get(v, 0) for v in eqn.input_values), default=0)
+        depths.update((v, depth) for v in eqn.outputs if v not in at_hand)
+    return depths
 
 
 def last_uses(equations: Sequence[Equation], results: Sequence[Atom]) -> dict[int, int]:

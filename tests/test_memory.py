@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import dafjax
+from benchmarks.methods import compress, save_all
+from benchmarks.training import Workload
 from dafjax import _remat_compress
 from dafjax._passes import Ties
 from tests import networks
@@ -123,6 +125,39 @@ def test_without_outgoing_ties_reductions_are_put_off(monkeypatch):
         scheduler=MEMORY_OPTIMIZED,
     )
     assert got > 0.3 * plain_nbytes(MEMORY_OPTIMIZED)
+
+
+@functools.cache
+def resnet_nbytes(bits=None, **ties):
+    """Returns the temp bytes of a training step of ResNet-18, a quarter as wide."""
+    method = save_all.make(2) if bits is None else compress.make(bits)
+    workload = Workload(method, batch=64, width=16)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        set_ties(monkeypatch, **ties)
+        return workload.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_a_resnet_needs_a_fifth():
+    assert resnet_nbytes(bits=2) < 0.2 * resnet_nbytes()
+
+
+def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once():
+    assert resnet_nbytes(bits=2, partial=False) > 0.2 * resnet_nbytes()
+
+
+def test_without_ties_of_operands_copies_of_cotangents_wait():
+    assert resnet_nbytes(bits=2, operands=False) > 0.22 * resnet_nbytes()
+
+
+def test_without_a_dependency_all_weights_are_rearranged_at_the_start(monkeypatch):
+    params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 8, 128))
+    x = jax.ShapeDtypeStruct((4, 8, 8, 128), jnp.float32)
+    plain = temp_nbytes(networks.conv_loss, params, x)
+    got = temp_nbytes(dafjax.remat_compress(networks.conv_loss), params, x)
+    assert got < 0.25 * plain
+    set_ties(monkeypatch, arguments=False)
+    got = temp_nbytes(dafjax.remat_compress(networks.conv_loss), params, x)
+    assert got > 0.5 * plain
 
 
 def test_ties_copy_no_activation():

@@ -7,7 +7,7 @@ import pytest
 from dafjax._plan import make_plan
 from dafjax._primitives import is_cheap
 from dafjax._residuals import differentiate
-from dafjax._schedule import schedule_backward
+from dafjax._schedule import Unpacking, schedule_backward
 from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive
 from tests import networks
@@ -98,3 +98,43 @@ def test_a_backward_pass_without_compressed_residuals_has_no_stretch():
         differentiate(closed, [True]), policy=CompressExpensive(), codec=Affine()
     )
     assert not any(step.begins for step in schedule_backward(plan))
+
+
+def test_sources_are_unpacked_one_after_another(plan):
+    behind = [
+        set(item.behind)
+        for step in schedule_backward(plan)
+        for item in step.restored
+        if isinstance(item, Unpacking)
+    ]
+    assert any(behind)
+    recomputed = set(plan.recomputed)
+    assert all(values <= recomputed for values in behind)
+
+
+def test_operands_are_restored_in_an_order_in_which_they_can_be(plan):
+    kept = {item.value for item in plan.kept}
+    for stretch in stretches(schedule_backward(plan)):
+        at_hand = kept | set(plan.arguments)
+        for step in stretch:
+            for item in step.restored:
+                if isinstance(item, Unpacking):
+                    assert set(item.behind) <= at_hand
+                    continue
+                assert set(item.input_values) <= at_hand
+                at_hand.update(item.outputs)
+
+
+def test_a_product_reads_its_cotangent_tied_with_what_was_restored(plan):
+    restored = {item.value for item in plan.kept} | set(plan.recomputed)
+    joined = [set(step.joined) for step in schedule_backward(plan) if step.joined]
+    assert joined
+    for values in joined:
+        assert values & restored
+        assert values - restored
+
+
+def test_large_arguments_of_convolutions_are_delayed(plan):
+    large = {v for v in plan.arguments if plan.program.avals[v].size * 4 > 16 * 1024}
+    delayed = {v for step in schedule_backward(plan) for v in step.delayed}
+    assert delayed == large
