@@ -117,7 +117,7 @@ def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
 def can_pass_through(x: Array) -> bool:
     """Tells whether a custom call takes the array: PRNG keys and int4 are not taken."""
     dtype = x.dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
         return False
     kinds = (np.bool_, np.number)
     has_kind = any(jnp.issubdtype(dtype, kind) for kind in kinds)
