@@ -48,7 +48,8 @@ def noise_words(seed: Array, checksum: Array) -> Array:
     first = ((draw[..., None] >> half) & jnp.uint32(0xFFFF)).reshape(
         *checksum.shape, 1, LANES
     )
-    return (first * _POWERS[:, None]) & jnp.uint32(0xFFFF)
+    powers = _POWERS.reshape((1,) * checksum.ndim + (ROWS, 1))
+    return (first * powers) & jnp.uint32(0xFFFF)
 
 
 def _mix(x: Array) -> Array:
