@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from dafjax._bodies import has_bodies, with_wrapped_bodies
 from dafjax._graph import ClosedJaxpr, as_function
 from dafjax._passes import Ties, run_backward, run_forward
 from dafjax._plan import Plan, make_plan
 from dafjax._recorder import current_recorder
-from dafjax._residuals import differentiate, is_differentiable, vjp_of_perturbed
+from dafjax._residuals import (
+    differentiate,
+    is_differentiable,
+    trace_like,
+    vjp_of_perturbed,
+)
 from dafjax._schedule import schedule_backward
 from dafjax.codecs import AbstractCodec
 from dafjax.policies import AbstractPolicy, SaveAll
@@ -35,9 +41,21 @@ class Options:
 
 
 def with_compressed_residuals(
-    closed: ClosedJaxpr, options: Options, activations: tuple[int, ...]
+    closed: ClosedJaxpr,
+    options: Options,
+    activations: tuple[int, ...],
+    *,
+    iterations: int | None = None,
 ) -> Callable[..., list[Any]]:
-    """Returns `function(seed, *arguments)` with a compressing derivative rule."""
+    """Returns `function(seed, *arguments)` with a compressing derivative rule.
+
+    Args:
+        closed: The function.
+        options: What `remat_compress` was told.
+        activations: The arguments that nothing keeps alive for the backward pass.
+        iterations: If the function is the body of a loop or a branch in a wrapped
+            function, how often it runs.
+    """
     evaluate = as_function(closed)
     differentiable = tuple(is_differentiable(aval.dtype) for aval in closed.out_avals)
 
@@ -47,15 +65,22 @@ def with_compressed_residuals(
     ) -> _Rule:
         if absorbed:
             return _PlainRule(perturbed, differentiable, evaluate)
+        source, numbers = closed, activations
+        if has_bodies(closed):
+            source = _with_wrapped_bodies(closed, options, activations, iterations or 1)
+            # The seed is an argument too.
+            perturbed = (False, *perturbed)
+            numbers = tuple(number + 1 for number in activations)
         # Wrapped functions inside this one are traced here. The outermost decides:
         # their residuals are part of this plan.
         with _absorbing():
-            program = differentiate(closed, perturbed)
+            program = differentiate(source, perturbed)
         plan = make_plan(
             program,
             policy=options.policy,
             codec=options.codec,
-            activations=activations,
+            activations=numbers,
+            iterations=iterations or 1,
         )
         if plan.compresses:
             return _ScheduledRule(plan, options)
@@ -63,7 +88,7 @@ def with_compressed_residuals(
             # What `_PlainRule` keeps is hidden in JAX's pullback: list its equal.
             plan = make_plan(program, policy=SaveAll(), codec=options.codec)
             return _ScheduledRule(plan, options)
-        return _PlainRule(perturbed, differentiable, evaluate)
+        return _PlainRule(perturbed, differentiable, as_function(source))
 
     @jax.custom_vjp
     def function(seed: jax.Array, *arguments: Any) -> list[Any]:
@@ -71,15 +96,19 @@ def with_compressed_residuals(
         return evaluate(*arguments)
 
     def forward(seed: Any, *arguments: Any) -> tuple[list[Any], Any]:
+        perturbed = tuple(_is_perturbed(argument) for argument in arguments)
         rule = derivative(
-            tuple(_is_perturbed(argument) for argument in arguments),
+            perturbed,
             current_recorder() is not None,
-            _ABSORBED.get(),
+            # A body belongs to the function that wrapped it.
+            iterations is None and _ABSORBED.get(),
         )
-        results, residuals = rule.forward(
-            _primal(seed), [_primal(argument) for argument in arguments]
-        )
-        return results, (_Carried(rule), residuals)
+        operands = [_primal(argument) for argument in arguments]
+        seed = jnp.asarray(_primal(seed))
+        if len(rule.perturbed) > len(perturbed):
+            operands.insert(0, seed)
+        results, residuals = rule.forward(seed, operands)
+        return results, (_Carried(rule, perturbed), residuals)
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         carried, residuals = residuals
@@ -95,10 +124,32 @@ def with_compressed_residuals(
                 ],
             )
         )
-        return None, *(next(gradients) if p else None for p in carried.rule.perturbed)
+        return None, *(next(gradients) if p else None for p in carried.perturbed)
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function
+
+
+def _with_wrapped_bodies(
+    closed: ClosedJaxpr,
+    options: Options,
+    activations: tuple[int, ...],
+    iterations: int,
+) -> ClosedJaxpr:
+    """Returns a program of the seed and the arguments whose bodies have rules."""
+
+    def run(seed: jax.Array, *arguments: Any) -> list[Any]:
+        def wrap(
+            body: ClosedJaxpr, activations: tuple[int, ...], times: int
+        ) -> Callable[..., list[Any]]:
+            function = with_compressed_residuals(
+                body, options, activations, iterations=iterations * times
+            )
+            return functools.partial(function, seed)
+
+        return with_wrapped_bodies(closed, activations, wrap)(*arguments)
+
+    return trace_like(run, jax.ShapeDtypeStruct((), jnp.uint32), *closed.in_avals)
 
 
 # Whether wrapped functions are being traced as parts of another one.
@@ -209,6 +260,7 @@ class _Carried:
     """Carries the rule from the forward to the backward pass, in the tree structure."""
 
     rule: _Rule
+    perturbed: tuple[bool, ...]
 
 
 @jax.custom_jvp

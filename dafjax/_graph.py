@@ -5,7 +5,7 @@ This file and `_residuals.py` are the only ones that look inside a jaxpr.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -16,20 +16,23 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
 
-# Calls whose body is spliced into the caller. The functions seen here have already been
-# differentiated, so the rules that custom_jvp and custom_vjp carry have been applied or
-# are not needed: differentiating once more is refused.
-_INLINED = {
+# Calls whose body is spliced into the caller.
+_CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
     # What it would recompute is recomputed, or kept, as the plan says.
     "checkpoint": "jaxpr",
     "remat2": "jaxpr",
+}
+
+# Calls that carry a derivative rule. They are spliced in only after differentiation:
+# the rules have been applied then, and differentiating once more is refused.
+_RULED_CALLS = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
 
 
@@ -64,6 +67,20 @@ class Equation:
     def primitive(self) -> str:
         """The primitive's name, for example `"conv_general_dilated"`."""
         return self.jaxpr.eqns[0].primitive.name
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The primitive's parameters."""
+        return self.jaxpr.eqns[0].params
+
+    @property
+    def operand_atoms(self) -> tuple[Atom, ...]:
+        """What the primitive reads, literals and repetitions included."""
+        atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
+        return tuple(
+            Constant(a.val) if isinstance(a, jex_core.Literal) else atoms[a]
+            for a in self.jaxpr.eqns[0].invars
+        )
 
     @property
     def input_values(self) -> tuple[int, ...]:
@@ -218,9 +235,48 @@ def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(equation.jaxpr, (), *operands)
 
 
-def flatten(closed: ClosedJaxpr) -> Graph:
-    """Turns a jaxpr into a `Graph`; calls in it are inlined."""
-    builder = _Builder()
+def call_instead(
+    equation: Equation, function: Callable[..., Sequence[Any]], operands: Sequence[Any]
+) -> list[Any]:
+    """Runs a function in place of an equation's primitive.
+
+    Args:
+        equation: The equation.
+        function: Takes one argument for each of `equation.operand_atoms`, and returns
+            all results of the primitive.
+        operands: The values of `equation.operand_atoms`.
+
+    Returns:
+        The values of `equation.outputs`.
+    """
+    (eqn,) = equation.jaxpr.eqns
+    results = function(*operands)
+    return [
+        result
+        for result, var in zip(results, eqn.outvars, strict=True)
+        if not isinstance(var, jex_core.DropVar)
+    ]
+
+
+def has_primitive(closed: ClosedJaxpr, names: Container[str]) -> bool:
+    """Returns whether a program runs one of some primitives, at whatever depth."""
+
+    def found(jaxpr: jex_core.Jaxpr) -> bool:
+        return any(
+            eqn.primitive.name in names
+            or any(map(found, jex_core.jaxprs_in_params(eqn.params)))
+            for eqn in jaxpr.eqns
+        )
+
+    return found(closed.jaxpr)
+
+
+def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
+    """Turns a jaxpr into a `Graph`; calls in it are inlined.
+
+    Calls with a derivative rule only if the program `is_differentiated` already.
+    """
+    builder = _Builder(_CALLS | _RULED_CALLS if is_differentiated else _CALLS)
     inputs = [builder.new_value(var.aval) for var in closed.jaxpr.invars]
     outputs = builder.splice(closed, inputs)
     return Graph(
@@ -234,7 +290,8 @@ def flatten(closed: ClosedJaxpr) -> Graph:
 class _Builder:
     """Collects equations while calls are inlined."""
 
-    def __init__(self) -> None:
+    def __init__(self, inlined: Mapping[str, str]) -> None:
+        self._inlined = inlined
         self.avals: list[jax.core.ShapedArray] = []
         self.equations: list[Equation] = []
 
@@ -256,7 +313,7 @@ class _Builder:
             return env[atom]
 
         for eqn in jaxpr.eqns:
-            body = _inlined_body(eqn)
+            body = self._inlined_body(eqn)
             if body is not None:
                 results = self.splice(body, [read(atom) for atom in eqn.invars])
                 env.update(zip(eqn.outvars, results, strict=True))
@@ -285,13 +342,12 @@ class _Builder:
             )
         return [read(atom) for atom in jaxpr.outvars]
 
-
-def _inlined_body(eqn: jex_core.JaxprEqn) -> ClosedJaxpr | None:
-    """Returns the body to splice in place of a call, or `None` if it is no call."""
-    param = _INLINED.get(eqn.primitive.name)
-    if param is None:
-        return None
-    body = eqn.params.get(param)
-    if isinstance(body, jex_core.Jaxpr):
-        return ClosedJaxpr(body, ())
-    return body
+    def _inlined_body(self, eqn: jex_core.JaxprEqn) -> ClosedJaxpr | None:
+        """Returns the body to splice in place of a call, or `None` if it is no call."""
+        param = self._inlined.get(eqn.primitive.name)
+        if param is None:
+            return None
+        body = eqn.params.get(param)
+        if isinstance(body, jex_core.Jaxpr):
+            return ClosedJaxpr(body, ())
+        return body

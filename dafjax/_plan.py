@@ -1,12 +1,13 @@
 """What is kept of one traced function, and how: its plan, with bytes."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 
+from dafjax._bodies import reads_packed
 from dafjax._graph import Equation, live_equations
 from dafjax._primitives import is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_masks, selection
@@ -35,6 +36,8 @@ class Kept:
         name: Where in the model it is made.
         primitive: What makes it.
         source: The user's line that it comes from.
+        is_packed: Whether it was packed where it was made: in the body of a loop or a
+            branch, which has a plan of its own.
     """
 
     value: int
@@ -44,6 +47,7 @@ class Kept:
     name: str
     primitive: str
     source: str
+    is_packed: bool = False
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
@@ -93,6 +97,7 @@ def make_plan(
     policy: AbstractPolicy,
     codec: AbstractCodec,
     activations: Iterable[int] = (),
+    iterations: int = 1,
 ) -> Plan:
     """Decides what is kept of a program.
 
@@ -102,6 +107,8 @@ def make_plan(
         codec: What `Compress(None)` stands for.
         activations: The arguments that are not kept alive by the caller, so that they
             are decided about as if they were made inside.
+        iterations: How often the program runs before its backward pass does, as the
+            body of a loop.
 
     Returns:
         The plan.
@@ -109,8 +116,15 @@ def make_plan(
     residuals = program.residuals()
     masks = find_masks(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+    packed = {v for eqn in program.backward for v in reads_packed(eqn)}
     decisions = _decide(
-        program, (*residuals, *masks.values()), policy, codec, frozenset(activations)
+        program,
+        (*residuals, *masks.values()),
+        policy,
+        codec,
+        activations=frozenset(activations),
+        packed=packed,
+        iterations=iterations,
     )
     kept: list[Kept] = []
     arguments: list[int] = []
@@ -121,9 +135,9 @@ def make_plan(
         value = stack.pop()
         decision = decisions[value]
         if not isinstance(decision, Recompute):
-            kept.append(
-                _describe(program, value, producers.get(value), decision, codec)
-            )
+            item = _describe(program, value, producers.get(value), decision, codec)
+            is_packed = value in packed and item.codec is None
+            kept.append(dataclasses.replace(item, is_packed=is_packed))
             continue
         if value < program.num_arguments:
             arguments.append(value)
@@ -149,7 +163,10 @@ def _decide(
     wanted: tuple[int, ...],
     policy: AbstractPolicy,
     codec: AbstractCodec,
-    activations: frozenset[int],
+    *,
+    activations: Container[int],
+    packed: Container[int],
+    iterations: int,
 ) -> dict[int, Decision]:
     """Asks the policy about every value `wanted` could be recomputed from.
 
@@ -170,7 +187,7 @@ def _decide(
 
     def settle(value: int, residual: Residual, reached: frozenset[int]) -> None:
         decision = policy(residual)
-        if value in exact and not residual.known:
+        if (value in exact or value in packed) and not residual.known:
             decision = Save()
         if not isinstance(decision, (Save, Compress, Recompute)):
             raise TypeError(
@@ -191,7 +208,8 @@ def _decide(
     for value in range(program.num_arguments):
         if value in activations:
             aval = program.avals[value]
-            settle(value, _residual(aval, "argument", 0, False, 0), frozenset())
+            argument = _residual(aval, "argument", iterations, known=False)
+            settle(value, argument, frozenset())
         else:
             decisions[value] = Recompute()
             known[value] = True
@@ -205,16 +223,26 @@ def _decide(
         largest = max(eqn.operand_sizes, default=0)
         for value in eqn.outputs:
             aval = program.avals[value]
-            settle(
-                value,
-                _residual(aval, eqn.primitive, largest, all_known, len(reached)),
-                reached,
+            residual = _residual(
+                aval,
+                eqn.primitive,
+                iterations,
+                known=all_known,
+                reduced_from=largest,
+                sources=len(reached),
             )
+            settle(value, residual, reached)
     return decisions
 
 
 def _residual(
-    aval: Any, primitive: str, reduced_from: int, known: bool, sources: int
+    aval: Any,
+    primitive: str,
+    copies: int,
+    *,
+    known: bool,
+    reduced_from: int = 0,
+    sources: int = 0,
 ) -> Residual:
     return Residual(
         shape=tuple(aval.shape),
@@ -223,6 +251,7 @@ def _residual(
         reduced_from=reduced_from,
         known=known,
         sources=sources,
+        copies=copies,
     )
 
 

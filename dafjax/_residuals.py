@@ -144,7 +144,7 @@ def _trace(
     def backward(leaves: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         return pullbacks[-1](leaves)(list(cotangents))
 
-    traced = jax.make_jaxpr(forward)(*map(_abstract, closed.in_avals))
+    traced = trace_like(forward, *closed.in_avals)
     transposed = jax.make_jaxpr(backward)(
         [_abstract(aval) for aval in traced.out_avals[len(differentiable) :]],
         [_abstract(aval) for aval in _where(closed.out_avals, differentiable)],
@@ -177,6 +177,11 @@ def vjp_of_perturbed(
         of_perturbed, *_where(arguments, perturbed), has_aux=True
     )
     return results, pullback
+
+
+def trace_like(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
+    """Traces a function of arguments of the given shapes, dtypes and weak types."""
+    return jax.make_jaxpr(function)(*map(_abstract, avals))
 
 
 def _where(items: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:

@@ -52,6 +52,7 @@ class Residual:
         alone.
         sources: How many values in inexact codes would be unpacked to recompute it; 0
             if recomputing it gives the exact value.
+        copies: How many of it wait at the same time: one for each iteration of a loop.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +61,7 @@ class Residual:
     reduced_from: int
     known: bool
     sources: int
+    copies: int = 1
 
     @property
     def num_elements(self) -> int:
@@ -130,7 +132,8 @@ class CompressExpensive(AbstractPolicy):
         codec: How floating-point values are packed. `None`: by the `bits` of
             `remat_compress`.
         max_sources: How many compressed values a recomputation may unpack.
-        min_nbytes: Smaller arrays are saved raw.
+        min_nbytes: Smaller arrays are saved raw; all iterations of a loop count
+            together.
 
     Example:
         >>> import dafjax, jax
@@ -165,7 +168,7 @@ class CompressExpensive(AbstractPolicy):
     def __call__(self, residual: Residual) -> Decision:
         if residual.known:
             return Recompute()
-        if residual.nbytes <= self.min_nbytes:
+        if residual.nbytes * residual.copies <= self.min_nbytes:
             return Save()
         cheap = is_cheap(residual.primitive)
         if not residual.is_floating:

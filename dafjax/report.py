@@ -109,7 +109,12 @@ def saved_residuals(
             "function wrapped by `remat_compress` (or one with `bits=None`). Wrap it "
             "first: `saved_residuals(remat_compress(fun), *args)`."
         )
-    counted = [(k, calls[name]) for name, plan in plans.items() for k in plan.kept]
+    counted = [
+        (k, calls[name])
+        for name, plan in plans.items()
+        for k in plan.kept
+        if not k.is_packed
+    ]
     return SavedResiduals(
         kept=tuple(kept for kept, _ in counted), counts=tuple(n for _, n in counted)
     )

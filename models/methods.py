@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 import flax.linen as nn
 import jax
 
-from models.resnet import WrapBlock, no_wrapping
 from models.step import LossFunction, WrapLoss
+from models.wrapping import WrapBlock, no_wrapping
 
 
 MethodName = Literal["none", "checkpoint", "checkpoint-best", "compress"]

@@ -7,20 +7,13 @@ saving memory runs on the very same model.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-
-WrapBlock = Callable[[type[nn.Module]], type[nn.Module]]
-
-
-def no_wrapping(block: type[nn.Module]) -> type[nn.Module]:
-    """Returns the block class as it is."""
-    return block
+from models.wrapping import WrapBlock, no_wrapping
 
 
 @dataclasses.dataclass(frozen=True)

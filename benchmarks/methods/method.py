@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import final
 
 from models.methods import same_loss
-from models.resnet import WrapBlock, no_wrapping
 from models.step import WrapLoss
+from models.wrapping import WrapBlock, no_wrapping
 
 
 @final
