@@ -12,6 +12,7 @@ from dafjax._graph import Equation, live_equations
 from dafjax._primitives import is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_masks, selection
 from dafjax._residuals import Program
+from dafjax._steering import find_steering
 from dafjax.codecs import AbstractCodec
 from dafjax.policies import (
     AbstractPolicy,
@@ -184,6 +185,7 @@ def _decide(
         if needs_exact_operands(eqn.primitive)
         for value in eqn.input_values
     }
+    steering = find_steering(program)
 
     def settle(value: int, residual: Residual, reached: frozenset[int]) -> None:
         decision = policy(residual)
@@ -208,7 +210,9 @@ def _decide(
     for value in range(program.num_arguments):
         if value in activations:
             aval = program.avals[value]
-            argument = _residual(aval, "argument", iterations, known=False)
+            argument = _residual(
+                aval, "argument", iterations, known=False, steers=value in steering
+            )
             settle(value, argument, frozenset())
         else:
             decisions[value] = Recompute()
@@ -230,6 +234,7 @@ def _decide(
                 known=all_known,
                 reduced_from=largest,
                 sources=len(reached),
+                steers=value in steering,
             )
             settle(value, residual, reached)
     return decisions
@@ -241,6 +246,7 @@ def _residual(
     copies: int,
     *,
     known: bool,
+    steers: bool,
     reduced_from: int = 0,
     sources: int = 0,
 ) -> Residual:
@@ -251,6 +257,7 @@ def _residual(
         reduced_from=reduced_from,
         known=known,
         sources=sources,
+        steers=steers,
         copies=copies,
     )
 

@@ -15,7 +15,15 @@ from dafjax.policies import (
 
 
 def residual(
-    primitive, shape=(64, 1024), dtype=jnp.float32, *, operand=0, known=False, sources=1
+    primitive,
+    shape=(64, 1024),
+    dtype=jnp.float32,
+    *,
+    operand=0,
+    known=False,
+    sources=1,
+    steers=False,
+    copies=1,
 ):
     return Residual(
         shape=shape,
@@ -24,6 +32,8 @@ def residual(
         reduced_from=operand,
         known=known,
         sources=sources,
+        steers=steers,
+        copies=copies,
     )
 
 
@@ -35,9 +45,12 @@ def residual(
         (residual("scan"), Compress()),
         (residual("a custom call nobody knows"), Compress()),
         (residual("tanh"), Recompute()),
-        (residual("add", sources=2), Recompute()),
-        # A third unpacked value would have to live at the same time.
-        (residual("add", sources=3), Compress()),
+        (residual("add", sources=3), Recompute()),
+        # Chains stay short.
+        (residual("add", sources=4), Compress()),
+        # The noise of a code must not meet itself.
+        (residual("add", sources=1, steers=True), Recompute()),
+        (residual("add", sources=2, steers=True), Compress()),
         # Jumps where the operand moves a little: recomputing would flip it.
         (residual("sign"), Compress()),
         (residual("gt", dtype=jnp.bool_), Compress(Bitmask())),
@@ -53,6 +66,9 @@ def residual(
         (residual("reduce_sum", (64, 1024), operand=64 * 1024 * 8), Recompute()),
         (residual("dot_general", (16, 256)), Save()),
         (residual("dot_general", (17, 256)), Compress()),
+        # All iterations of a loop count.
+        (residual("dot_general", (1, 256), copies=16), Save()),
+        (residual("dot_general", (1, 256), copies=17), Compress()),
         (residual("rev", known=True), Recompute()),
         (residual("argument"), Compress()),
     ],
@@ -73,9 +89,9 @@ def test_saving_all_saves_what_does_not_follow_from_arguments():
 
 def test_policies_are_hashable_data():
     assert hash(CompressExpensive()) == hash(CompressExpensive())
-    assert CompressExpensive(max_sources=3) != CompressExpensive()
+    assert CompressExpensive(max_sources=2) != CompressExpensive()
     assert repr(CompressExpensive(min_nbytes=7)) == (
-        "CompressExpensive(codec=None, max_sources=2, min_nbytes=7)"
+        "CompressExpensive(codec=None, max_sources=3, min_nbytes=7)"
     )
 
 
