@@ -56,6 +56,6 @@ def _sizes_before_broadcasting(program: Program) -> dict[int, int]:
         if is_cheap(eqn.primitive):
             made_of = max((sizes[v] for v in eqn.input_values), default=0)
         else:
-            made_of = max(program.avals[v].size for v in eqn.outputs)
+            made_of = max((program.avals[v].size for v in eqn.outputs), default=0)
         sizes.update((v, min(made_of, program.avals[v].size)) for v in eqn.outputs)
     return sizes
