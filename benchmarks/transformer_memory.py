@@ -1,0 +1,227 @@
+"""Memory and time of the gradient of a GPT-2: method x scheduler, loop and scan.
+
+Parameters are neither donated nor updated: gradients are results, so that temp is what
+the passes need besides.
+
+Examples:
+    python -m benchmarks.transformer_memory
+    python -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16
+    python -m benchmarks.transformer_memory --scan --time
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import optax
+import rich.table
+import tyro
+
+from benchmarks.environment import RESULTS, describe_environment, write_result
+from benchmarks.harness import Check, Contender, Timing, compare, projection_error
+from benchmarks.methods import BASELINE, METHODS, Method, make_method
+from benchmarks.tables import make_console, make_table
+from benchmarks.training import SCHEDULERS
+from models import memory
+from models.gpt2 import GPT2, GPT2Config
+
+
+_LOSS_TOLERANCE = 1e-4
+
+ArrayTree = Any
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    layers: int = 12
+    """Blocks."""
+    width: int = 768
+    """Channels of the residual stream."""
+    heads: int = 12
+    """Attention heads."""
+    vocabulary: int = 5000
+    """Tokens."""
+    batch: int = 4
+    """Sequences."""
+    length: int = 256
+    """Tokens of a sequence."""
+    scan: tuple[bool, ...] = (False, True)
+    """Whether blocks are a Python loop, or one scan; with --time, the first is used."""
+    bits: int = 2
+    """Bits of the compressing methods."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Files of benchmarks/methods; the first is what ratios are to."""
+    time: bool = False
+    """Also measure the time of a gradient."""
+    rounds: int = 5
+    """Rounds of --time."""
+    out: pathlib.Path = RESULTS / "transformer_memory.json"
+    """The file to write."""
+
+    def workload(self, name: str, scan: bool) -> "Workload":
+        """Returns the gradient of the method `name`."""
+        config = GPT2Config(
+            num_layers=self.layers,
+            width=self.width,
+            num_heads=self.heads,
+            vocabulary=self.vocabulary,
+            scan_layers=scan,
+        )
+        method = make_method(name, bits=self.bits)
+        return Workload(method, config, self.batch, self.length)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One method's loss and gradient."""
+
+    method: Method
+    config: GPT2Config
+    batch: int
+    length: int
+
+    @property
+    def loss(self) -> Callable[[ArrayTree, jax.Array], jax.Array]:
+        """The mean cross-entropy of the next token, wrapped by the method."""
+        model = GPT2(self.config, wrap_block=self.method.wrap_block)
+
+        def loss(params: ArrayTree, tokens: jax.Array) -> jax.Array:
+            logits = model.apply({"params": params}, tokens)
+            return jnp.mean(
+                optax.softmax_cross_entropy_with_integer_labels(
+                    logits[:, :-1], tokens[:, 1:]
+                )
+            )
+
+        return self.method.wrap_loss(loss)
+
+    def init(self, key: jax.Array) -> ArrayTree:
+        """Draws parameters, equal for all methods."""
+        tokens = jnp.zeros((1, 8), jnp.int32)
+        return GPT2(self.config).init(key, tokens)["params"]
+
+    def compile(self, *, scheduler: str = "default") -> jax.stages.Compiled:
+        """Compiles loss and gradient."""
+        params = jax.eval_shape(self.init, jax.random.key(0))
+        tokens = jax.ShapeDtypeStruct((self.batch, self.length), jnp.int32)
+        lowered = jax.jit(jax.value_and_grad(self.loss)).lower(params, tokens)
+        return lowered.compile(
+            compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]}
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        description=__doc__,
+        prog="python -m benchmarks.transformer_memory",
+    )
+    console = make_console()
+    environment = describe_environment()
+    result: Record = {"options": dataclasses.asdict(options)}
+    result["temp"] = [r for scan in options.scan for r in _temp(options, scan)]
+    console.print(_temp_table(result["temp"]))
+    if options.time:
+        timings = _time(options)
+        result["time"] = {k: dataclasses.asdict(v) for k, v in timings.items()}
+        console.print(_time_table(options, timings))
+    write_result(options.out, environment, result)
+    console.print(f"Written to {options.out}.", markup=False)
+
+
+def _temp(options: Options, scan: bool) -> list[Record]:
+    """Compiles every gradient; ratios are to the first method, same scheduler."""
+    records = []
+    for scheduler in SCHEDULERS:
+        first = None
+        for name in options.methods:
+            workload = options.workload(name, scan)
+            nbytes = memory.temp_nbytes(workload.compile(scheduler=scheduler))
+            first = first or nbytes
+            records.append(
+                {
+                    "blocks": "scan" if scan else "loop",
+                    "scheduler": scheduler,
+                    "method": name,
+                    "label": workload.method.label,
+                    "temp_nbytes": nbytes,
+                    "ratio": first / nbytes,
+                }
+            )
+    return records
+
+
+def _time(options: Options) -> dict[str, Timing]:
+    """Times one gradient of each method, after a check of its value."""
+    contenders = {}
+    tokens = jax.random.randint(
+        jax.random.key(1), (options.batch, options.length), 0, options.vocabulary
+    )
+    params = options.workload(BASELINE, options.scan[0]).init(jax.random.key(0))
+    for name in options.methods:
+        workload = options.workload(name, options.scan[0])
+        compiled = workload.compile()
+        contenders[name] = Contender(
+            run=lambda compiled=compiled: compiled(params, tokens),
+            checks={
+                "loss": Check(_LOSS_TOLERANCE, extract=lambda out: out[0]),
+                "gradient": Check(
+                    workload.method.gradient_tolerance, extract=lambda out: out[1]
+                ),
+                "projection": Check(
+                    workload.method.projection_tolerance,
+                    extract=lambda out: out[1],
+                    error=projection_error,
+                ),
+            },
+        )
+    return compare(contenders, baseline=options.methods[0], rounds=options.rounds)
+
+
+def _temp_table(records: Sequence[Record]) -> rich.table.Table:
+    return make_table(
+        "Temporary memory of the compiled gradient",
+        left=("Blocks", "Scheduler", "Method"),
+        right=("Temp MB", "Plain / this"),
+        rows=[
+            (
+                record["blocks"],
+                record["scheduler"],
+                record["label"],
+                f"{record['temp_nbytes'] / 1e6:.1f}",
+                f"{record['ratio']:.2f}x",
+            )
+            for record in records
+        ],
+    )
+
+
+def _time_table(options: Options, timings: Mapping[str, Timing]) -> rich.table.Table:
+    return make_table(
+        f"Time of a gradient, {options.rounds} rounds",
+        left=("Method",),
+        right=("Seconds", "This / plain", "Gradient error", "Along the gradient"),
+        rows=[
+            (
+                make_method(name, bits=options.bits).label,
+                str(timing.seconds),
+                str(timing.ratio),
+                f"{timing.errors['gradient']:.2g}",
+                f"{timing.errors['projection']:.2g}",
+            )
+            for name, timing in timings.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
