@@ -6,7 +6,7 @@ the passes need besides.
 Examples:
     python -m benchmarks.transformer_memory
     python -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16
-    python -m benchmarks.transformer_memory --scan --time
+    python -m benchmarks.transformer_memory --scan True --time
 """
 
 import dataclasses
