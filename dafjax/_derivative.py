@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax._bodies import has_bodies, with_wrapped_bodies
-from dafjax._graph import ClosedJaxpr, as_function
+from dafjax._graph import ClosedJaxpr, as_function, mark_as_wrapped
 from dafjax._passes import Ties, run_backward, run_forward
 from dafjax._plan import Plan, make_plan
 from dafjax._recorder import current_recorder
@@ -93,7 +93,7 @@ def with_compressed_residuals(
     @jax.custom_vjp
     def function(seed: jax.Array, *arguments: Any) -> list[Any]:
         del seed
-        return evaluate(*arguments)
+        return mark_as_wrapped(evaluate(*arguments))
 
     def forward(seed: Any, *arguments: Any) -> tuple[list[Any], Any]:
         perturbed = tuple(_is_perturbed(argument) for argument in arguments)

@@ -12,6 +12,7 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 from jax._src import config
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
@@ -34,6 +35,11 @@ _RULED_CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
+
+
+# Wrapped functions inside of a wrapped function are spliced in at once: the outermost
+# decides. This name on a result tells them from other functions with a rule.
+_WRAPPED = "dafjax_wrapped"
 
 
 @final
@@ -235,6 +241,20 @@ def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(equation.jaxpr, (), *operands)
 
 
+def mark_as_wrapped(results: Sequence[Any]) -> list[Any]:
+    """Returns the results of a wrapped function, which can be recognized by them."""
+    return [checkpoint_name(result, _WRAPPED) for result in results[:1]] + [
+        *results[1:]
+    ]
+
+
+def _is_marked(body: ClosedJaxpr) -> bool:
+    return any(
+        eqn.primitive.name == "name" and eqn.params["name"] == _WRAPPED
+        for eqn in body.jaxpr.eqns
+    )
+
+
 def call_instead(
     equation: Equation, function: Callable[..., Sequence[Any]], operands: Sequence[Any]
 ) -> list[Any]:
@@ -274,9 +294,10 @@ def has_primitive(closed: ClosedJaxpr, names: Container[str]) -> bool:
 def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
     """Turns a jaxpr into a `Graph`; calls in it are inlined.
 
-    Calls with a derivative rule only if the program `is_differentiated` already.
+    Calls with a derivative rule only if the program `is_differentiated` already, or if
+    the rule is that of a wrapped function.
     """
-    builder = _Builder(_CALLS | _RULED_CALLS if is_differentiated else _CALLS)
+    builder = _Builder({*_CALLS, *_RULED_CALLS} if is_differentiated else _CALLS)
     inputs = [builder.new_value(var.aval) for var in closed.jaxpr.invars]
     outputs = builder.splice(closed, inputs)
     return Graph(
@@ -290,7 +311,7 @@ def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
 class _Builder:
     """Collects equations while calls are inlined."""
 
-    def __init__(self, inlined: Mapping[str, str]) -> None:
+    def __init__(self, inlined: Container[str]) -> None:
         self._inlined = inlined
         self.avals: list[jax.core.ShapedArray] = []
         self.equations: list[Equation] = []
@@ -344,10 +365,10 @@ class _Builder:
 
     def _inlined_body(self, eqn: jex_core.JaxprEqn) -> ClosedJaxpr | None:
         """Returns the body to splice in place of a call, or `None` if it is no call."""
-        param = self._inlined.get(eqn.primitive.name)
-        if param is None:
-            return None
-        body = eqn.params.get(param)
+        name = eqn.primitive.name
+        body = eqn.params.get((_CALLS | _RULED_CALLS).get(name, ""))
         if isinstance(body, jex_core.Jaxpr):
-            return ClosedJaxpr(body, ())
-        return body
+            body = ClosedJaxpr(body, ())
+        if body is None or name in self._inlined or _is_marked(body):
+            return body
+        return None

@@ -169,6 +169,14 @@ def test_raw_residuals_are_never_stacked_whatever_is_wrapped(level):
     assert re.search(rf"u16\[{DEPTH},\d+\]", text)
 
 
+def test_a_loop_in_a_wrapped_function_in_a_wrapped_function_is_compressed():
+    wrapped = dafjax.remat_compress(
+        lambda params, x: 2 * dafjax.remat_compress(scan_loss)(params, x)
+    )
+    text = jax.jit(jax.grad(wrapped)).lower(*large_example()).compile().as_text()
+    assert not re.search(rf"f32\[{DEPTH},8192,{WIDTH}\]", text)
+
+
 def test_plain_loops_do_stack_raw_residuals():
     text = jax.jit(jax.grad(scan_loss)).lower(*large_example()).compile().as_text()
     assert re.search(rf"f32\[{DEPTH},8192,{WIDTH}\]", text)
