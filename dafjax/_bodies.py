@@ -17,10 +17,12 @@ from dafjax._graph import (
     Constant,
     Equation,
     Graph,
+    bodies,
     call_instead,
     evaluate,
     flatten,
     has_primitive,
+    scan_arity,
 )
 
 
@@ -62,7 +64,8 @@ def reads_packed(equation: Equation) -> tuple[int, ...]:
     """
     atoms = equation.operand_atoms
     if equation.primitive == "scan":
-        atoms = atoms[equation.params["num_consts"] :]
+        num_consts, _ = scan_arity(equation)
+        atoms = atoms[num_consts:]
     elif equation.primitive != "cond":
         return ()
     return tuple(atom for atom in atoms if isinstance(atom, int))
@@ -120,10 +123,11 @@ def _scan(
     equation: Equation, lives: Sequence[bool], wrap: WrapBody
 ) -> Callable[..., list[Any]]:
     params = equation.params
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_arity(equation)
     first_x = num_consts + num_carry
-    body = wrap(
-        params["jaxpr"],
+    (body,) = bodies(equation)
+    function = wrap(
+        body,
         tuple(
             number
             for number, lives_on in enumerate(lives)
@@ -136,7 +140,7 @@ def _scan(
         consts = operands[:num_consts]
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = list(body(*consts, *carry, *x))
+            results = list(function(*consts, *carry, *x))
             return results[:num_carry], results[num_carry:]
 
         carry, ys = lax.scan(
@@ -157,7 +161,7 @@ def _cond(
 ) -> Callable[..., list[Any]]:
     # The first operand is the number of the branch.
     activations = tuple(n for n, lives_on in enumerate(lives[1:]) if not lives_on)
-    branches = [wrap(branch, activations, 1) for branch in equation.params["branches"]]
+    branches = [wrap(branch, activations, 1) for branch in bodies(equation)]
 
     def run(index: Any, *operands: Any) -> list[Any]:
         return list(lax.switch(index, branches, *operands))

@@ -255,6 +255,29 @@ def _is_marked(body: ClosedJaxpr) -> bool:
     )
 
 
+def scan_arity(equation: Equation) -> tuple[int, int]:
+    """Returns how many operands of a `scan` are the same for all iterations.
+
+    And how many are carried from one to the next. The rest are stacked.
+    """
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # Since jax 0.11.
+    num_consts, num_carry, _ = (len(group) for group in params["ft_in"].unpack())
+    return num_consts, num_carry
+
+
+def bodies(equation: Equation) -> tuple[ClosedJaxpr, ...]:
+    """Returns the body of a `scan`, or the branches of a `cond`."""
+    params = equation.params
+    found = params["branches"] if "branches" in params else (params["jaxpr"],)
+    return tuple(
+        ClosedJaxpr(body, ()) if isinstance(body, jex_core.Jaxpr) else body
+        for body in found
+    )
+
+
 def call_instead(
     equation: Equation, function: Callable[..., Sequence[Any]], operands: Sequence[Any]
 ) -> list[Any]:
