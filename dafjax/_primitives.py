@@ -7,8 +7,18 @@ _ELEMENTWISE = frozenset(
         *("abs", "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2"),
         *("atanh", "cbrt", "clamp", "conj", "convert_element_type", "copy", "copy_p"),
         *("cos", "div", "erf", "erf_inv", "erfc"),
-        *("imag", "integer_pow", "lgamma", "log", "log1p", "logistic", "max", "min"),
-        *("mul", "neg", "real", "reduce_precision", "rsqrt", "select_n", "sin"),
+        *("imag", "integer_pow", "lgamma", "log", "log1p", "log2", "logistic", "max"),
+        *(
+            "min",
+            "mul",
+            "neg",
+            "one_minus_square",
+            "real",
+            "reduce_precision",
+            "rsqrt",
+            "select_n",
+            "sin",
+        ),
         *("sqrt", "square", "stop_gradient", "sub", "tanh"),
     ]
 )
@@ -36,7 +46,8 @@ _REARRANGING = frozenset(
     [
         *("broadcast_in_dim", "concatenate", "device_put", "dynamic_slice"),
         *("dynamic_update_slice", "expand_dims", "full_like", "gather", "iota", "name"),
-        *("pad", "reshape", "rev", "scatter", "slice", "split", "squeeze", "transpose"),
+        *("pad", "reshape", "rev", "scatter", "slice", "split", "squeeze", "stack"),
+        *("tile", "transpose", "unstack"),
     ]
 )
 
