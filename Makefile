@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt)
 
-.PHONY: train test test-slow test-foreign lint doctor bench clean
+.PHONY: train test test-slow test-foreign test-versions lint doctor bench clean
 
 # ResNet-18 on handwritten digits: plain, jax.checkpoint, dafjax at 2 bits.
 train: $(VENV)/installed
@@ -21,6 +21,10 @@ test-slow: $(VENV)/installed
 # The kernels under sanitizers, for NEON under qemu-user, for AVX-512 emulated.
 test-foreign: $(VENV)/installed
 	PATH="$(abspath $(VENV)/bin):$$PATH" bash tests/cpp/foreign.sh
+
+# The suite on every supported version of JAX.
+test-versions:
+	sh tests/versions.sh
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .
@@ -38,7 +42,8 @@ bench: $(VENV)/installed
 	  --out benchmarks/results/step_time.json
 	$(RUN) -m benchmarks.codec_throughput
 	$(RUN) -m benchmarks.quantizer_cost
-	$(RUN) -m benchmarks.accuracy
+	$(RUN) -m benchmarks.transformer_memory --time
+	$(RUN) -m benchmarks.accuracy --seeds 5
 
 $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dafjax needs Python 3.11 or newer: make PYTHON=python3.11")'

@@ -6,19 +6,9 @@ _ELEMENTWISE = frozenset(
     [
         *("abs", "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2"),
         *("atanh", "cbrt", "clamp", "conj", "convert_element_type", "copy", "copy_p"),
-        *("cos", "div", "erf", "erf_inv", "erfc"),
-        *("imag", "integer_pow", "lgamma", "log", "log1p", "log2", "logistic", "max"),
-        *(
-            "min",
-            "mul",
-            "neg",
-            "one_minus_square",
-            "real",
-            "reduce_precision",
-            "rsqrt",
-            "select_n",
-            "sin",
-        ),
+        *("cos", "div", "erf", "erf_inv", "erfc", "imag", "integer_pow", "lgamma"),
+        *("log", "log1p", "log2", "logistic", "max", "min", "mul", "neg"),
+        *("one_minus_square", "real", "reduce_precision", "rsqrt", "select_n", "sin"),
         *("sqrt", "square", "stop_gradient", "sub", "tanh"),
     ]
 )
