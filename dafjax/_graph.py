@@ -12,6 +12,7 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 from jax._src import config
+from jax._src.core import DropVar, jaxprs_in_params
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -229,7 +230,7 @@ def count_calls(closed: ClosedJaxpr) -> collections.Counter[str]:
                 of_name = calls.setdefault(eqn.params["name"], collections.Counter())
                 of_name[num_equations] += times
             length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            for body in jex_core.jaxprs_in_params(eqn.params):
+            for body in jaxprs_in_params(eqn.params):
                 visit(body, times * length)
 
     visit(closed.jaxpr, 1)
@@ -297,7 +298,7 @@ def call_instead(
     return [
         result
         for result, var in zip(results, eqn.outvars, strict=True)
-        if not isinstance(var, jex_core.DropVar)
+        if not isinstance(var, DropVar)
     ]
 
 
@@ -306,8 +307,7 @@ def has_primitive(closed: ClosedJaxpr, names: Container[str]) -> bool:
 
     def found(jaxpr: jex_core.Jaxpr) -> bool:
         return any(
-            eqn.primitive.name in names
-            or any(map(found, jex_core.jaxprs_in_params(eqn.params)))
+            eqn.primitive.name in names or any(map(found, jaxprs_in_params(eqn.params)))
             for eqn in jaxpr.eqns
         )
 
@@ -369,7 +369,7 @@ class _Builder:
                     if not isinstance(atom, jex_core.Literal)
                 )
             )
-            outvars = [v for v in eqn.outvars if not isinstance(v, jex_core.DropVar)]
+            outvars = [v for v in eqn.outvars if not isinstance(v, DropVar)]
             env.update((var, self.new_value(var.aval)) for var in outvars)
             self.equations.append(
                 Equation(
