@@ -1,0 +1,165 @@
+"""`remat_compress` for Flax Linen: used like `flax.linen.remat`, lifted like it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+
+from dafjax import _remat_compress
+from dafjax.policies import AbstractPolicy
+from dafjax.stores import AbstractStore
+
+
+try:
+    from flax.core import lift
+    from flax.core.scope import CollectionFilter, PRNGSequenceFilter
+    from flax.linen.transforms import lift_transform
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "`dafjax.linen` needs Flax, which is not installed: `pip install flax`."
+    ) from error
+
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+def remat_compress(
+    target: Target,
+    *,
+    policy: AbstractPolicy | None = None,
+    bits: int | None = 2,
+    store: AbstractStore | None = None,
+    variables: CollectionFilter = True,
+    rngs: PRNGSequenceFilter = True,
+    static_argnums: int | Sequence[int] = (),
+    activation_argnums: int | Sequence[int] | None = None,
+    methods: Sequence[str] | None = None,
+    seed: int | jax.Array = 0,
+) -> Target:
+    """Makes a module keep what its backward pass needs in a few bits.
+
+    Takes the place of `flax.linen.remat`, on the class of a block or as a decorator of
+    a method, also below `flax.linen.scan`. Parameters, their names, and the other
+    variables are those of `flax.linen.remat`, as are random numbers; how results and
+    gradients relate to those of the plain module is said at `dafjax.remat_compress`.
+
+    The input of a block is mostly the output of the block before, which nothing else
+    keeps alive. So arguments that are passed by position are decided about like values
+    made inside, where the backward pass needs them. Variables, and arguments that are
+    passed by keyword, are used as they are.
+
+    Args:
+        target: A class of modules, or a function whose first argument is a module.
+        policy: What becomes of each residual. `None`:
+            `dafjax.policies.CompressExpensive()`.
+        bits: Bits of a code: 1, 2, 3, 4 or 8. `None` turns dafjax off.
+        store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
+        variables: Collections of variables that the target may use. By default all.
+        rngs: Random streams that the target may use. By default all.
+        static_argnums: Positions of arguments that are not arrays, hashable. `self`
+            counts, so that 1 is the first argument of a call.
+        activation_argnums: Positions of arguments that nothing else keeps alive,
+            counted likewise. `None`: all. Leave out an array that many blocks are
+            given, as a mask: it is kept once as it is, but packed once for each block.
+        methods: Names of the methods to wrap. `None`: `__call__`. A function has none.
+        seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
+
+    Returns:
+        A class of modules with the attributes of `target`, or a function with its
+        signature.
+
+    Raises:
+        TypeError: An option has a wrong type.
+        ValueError: An option has a value outside its set.
+        flax.errors.TransformTargetError: `target` is a module, not a class.
+
+    Example:
+        >>> import dafjax.linen, flax.linen as nn, jax, jax.numpy as jnp
+        >>> class Block(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         return x + nn.relu(nn.Dense(x.shape[-1])(x))
+        >>> class Model(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         for _ in range(4):
+        ...             x = dafjax.linen.remat_compress(Block, bits=2)()(x)
+        ...         return x
+        >>> x = jnp.ones((128, 64))
+        >>> variables = Model().init(jax.random.key(0), x)
+        >>> gradient = jax.grad(lambda v: Model().apply(v, x).mean())(variables)
+        >>> gradient["params"]["CheckpointBlock_0"]["Dense_0"]["kernel"].shape
+        (64, 64)
+    """
+    compress = functools.partial(
+        _remat_compress.remat_compress,
+        policy=policy,
+        bits=bits,
+        store=store,
+        static_argnums=static_argnums,
+        seed=seed,
+    )
+    # Checks the options now, not in the first call.
+    compress(target)
+    _check_positions("static_argnums", static_argnums)
+    if activation_argnums is not None:
+        compress(target, activation_argnums=activation_argnums)
+        _check_positions("activation_argnums", activation_argnums)
+    _check_methods(methods)
+
+    # Flax builds the names of modules from this one: `flax.linen.remat` has the same,
+    # so that parameters of one fit the other.
+    def checkpoint(scope_function: Callable[..., Any]) -> Callable[..., Any]:
+        def lifted(
+            make_scope: Callable[..., Any],
+            repack: Callable[..., Any],
+            variable_groups: Any,
+            rng_groups: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            # The state stands where the caller wrote `self`: positions count alike.
+            def pure(state: Any, *args: Any, **kwargs: Any) -> Any:
+                scope = make_scope(*state)
+                return scope_function(scope, *args, **kwargs), repack(scope)
+
+            activations = (
+                range(1, 1 + len(args))
+                if activation_argnums is None
+                else activation_argnums
+            )
+            wrapped = compress(pure, activation_argnums=activations)
+            return wrapped((variable_groups, rng_groups), *args, **kwargs)
+
+        return lift.pack(
+            lifted,
+            (variables,),
+            (variables,),
+            (rngs,),
+            name="remat_compress",
+            enable_kwargs=True,
+        )
+
+    return cast(Target, lift_transform(checkpoint, target, methods=methods))
+
+
+def _check_positions(name: str, numbers: int | Sequence[int]) -> None:
+    for number in jax.tree.leaves(numbers):
+        if number < 1:
+            raise ValueError(
+                f"`remat_compress({name}=...)` must be positions from 1 on, but got "
+                f"{number}. Position 0 is `self`: the first argument of a call is 1."
+            )
+
+
+def _check_methods(methods: Any) -> None:
+    is_list = isinstance(methods, (list, tuple))
+    if methods is not None and not (
+        is_list and all(isinstance(name, str) for name in methods)
+    ):
+        raise TypeError(
+            "`remat_compress(methods=...)` must be None or a list of names of methods, "
+            f"but got `{methods!r}`. Write `methods=['__call__']`, for example. For "
+            "options that differ between methods, decorate the methods."
+        )

@@ -1,0 +1,182 @@
+"""`remat_compress` for Flax NNX: used like `flax.nnx.remat`."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dafjax import _remat_compress
+from dafjax.policies import AbstractPolicy
+from dafjax.stores import AbstractStore
+
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "`dafjax.nnx` needs Flax, which is not installed: `pip install flax`."
+    ) from error
+
+
+def remat_compress(
+    f: Callable[..., Any] | None = None,
+    *,
+    policy: AbstractPolicy | None = None,
+    bits: int | None = 2,
+    store: AbstractStore | None = None,
+    static_argnums: int | Sequence[int] = (),
+    activation_argnums: int | Sequence[int] | None = None,
+    seed: int | jax.Array = 0,
+) -> Callable[..., Any]:
+    """Makes a function of modules keep what its backward pass needs in a few bits.
+
+    Takes the place of `flax.nnx.remat`, on a function that takes modules or as a
+    decorator of a method, also below `flax.nnx.scan`. Variables that the function
+    changes, as batch statistics and counts of random streams, are changed as
+    `flax.nnx.remat` changes them, shared ones once; how results and gradients relate to
+    those of the plain function is said at `dafjax.remat_compress`.
+
+    The input of a block is mostly the output of the block before, which nothing else
+    keeps alive. So arrays that are passed by position are decided about like values
+    made inside, where the backward pass needs them. Variables and what else modules
+    hold, and arguments that are passed by keyword, are used as they are.
+
+    Args:
+        f: The function. Its arguments are pytrees of arrays, modules and other NNX
+            objects; its results are pytrees of arrays.
+        policy: What becomes of each residual. `None`:
+            `dafjax.policies.CompressExpensive()`.
+        bits: Bits of a code: 1, 2, 3, 4 or 8. `None` turns dafjax off.
+        store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
+        static_argnums: Positions of arguments that are not arrays, hashable. In a
+            method `self` counts.
+        activation_argnums: Positions of arguments whose arrays nothing else keeps
+            alive, counted likewise. `None`: all. Leave out an array that many blocks
+            are given, as a mask: it is kept once as it is, but packed once for each
+            block.
+        seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
+
+    Returns:
+        A function with the signature of `f`.
+
+    Raises:
+        TypeError: An option has a wrong type, or `f` is a class, a module or a method
+            of one module.
+        ValueError: An option has a value outside its set.
+
+    Example:
+        >>> import dafjax.nnx, jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> class Block(nnx.Module):
+        ...     def __init__(self, features, rngs):
+        ...         self.dense = nnx.Linear(features, features, rngs=rngs)
+        ...     @dafjax.nnx.remat_compress(bits=2)
+        ...     def __call__(self, x):
+        ...         return x + nnx.relu(self.dense(x))
+        >>> block = Block(64, nnx.Rngs(0))
+        >>> gradient = nnx.grad(lambda block, x: block(x).mean())
+        >>> gradient(block, jnp.ones((128, 64))).dense.kernel.shape
+        (64, 64)
+    """
+    if f is None:
+        return functools.partial(
+            remat_compress,
+            policy=policy,
+            bits=bits,
+            store=store,
+            static_argnums=static_argnums,
+            activation_argnums=activation_argnums,
+            seed=seed,
+        )
+    compress = functools.partial(
+        _remat_compress.remat_compress,
+        policy=policy,
+        bits=bits,
+        store=store,
+        static_argnums=static_argnums,
+        seed=seed,
+    )
+    # Checks the options now, not in the first call.
+    compress(f)
+    if activation_argnums is not None:
+        compress(f, activation_argnums=activation_argnums)
+    _check_function(f)
+    return _lift(f, compress, activation_argnums)
+
+
+def _lift(
+    f: Callable[..., Any],
+    compress: Callable[..., Callable[..., Any]],
+    activation_argnums: int | Sequence[int] | None,
+) -> Callable[..., Any]:
+    """Makes a transformation of functions of arrays one of functions of modules."""
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+        # One list, so that what the modules share is split off once.
+        nodes = [leaf for leaf in leaves if _is_node(leaf)]
+        graphdef, state = nnx.split(nodes)
+
+        def pure(*args: Any, kwargs: Any, state: Any) -> Any:
+            nodes = nnx.merge(graphdef, state)
+            before = _values(nodes)
+            rest = iter(nodes)
+            leaves = [
+                next(rest) if leaf is None else leaf
+                for leaf in structure.flatten_up_to((args, kwargs))
+            ]
+            args, kwargs = structure.unflatten(leaves)
+            results = f(*args, **kwargs)
+            after = _values(nodes)
+            # What is as it was is not returned: parameters stay the caller's arrays.
+            changed = {
+                path for path, value in after.items() if value is not before.get(path)
+            }
+            return results, nnx.state(nodes, lambda path, _: path in changed)
+
+        arrays, kwargs = structure.unflatten(
+            [None if _is_node(leaf) else leaf for leaf in leaves]
+        )
+        activations = (
+            range(len(args)) if activation_argnums is None else activation_argnums
+        )
+        results, changes = compress(pure, activation_argnums=activations)(
+            *arrays, kwargs=kwargs, state=state
+        )
+        nnx.update(nodes, changes)
+        return results
+
+    return wrapped
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def _values(nodes: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the value of each variable, by path."""
+    return {
+        path: leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        for path, leaf in nnx.to_flat_state(nnx.state(nodes))
+    }
+
+
+def _check_function(f: Callable[..., Any]) -> None:
+    bound_to = getattr(f, "__self__", None)
+    if inspect.isclass(f):
+        got = f"the class `{f.__name__}`"
+    elif isinstance(f, nnx.Module):
+        got = f"a module, `{type(f).__name__}(...)`"
+    elif isinstance(bound_to, nnx.Module):
+        got = f"the method of one module, `{type(bound_to).__name__}(...).{f.__name__}`"
+    else:
+        return
+    raise TypeError(
+        "`remat_compress(f)` must be given a function that takes its modules as "
+        f"arguments, but got {got}. Wrap the method of the class, "
+        "`remat_compress(Block.__call__)(block, x)`, or a function, "
+        "`remat_compress(lambda block, x: block(x))(block, x)`."
+    )
