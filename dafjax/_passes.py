@@ -8,10 +8,18 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from dafjax._graph import Atom, Constant, evaluate, live_equations, values_of
+from dafjax._graph import (
+    Atom,
+    Constant,
+    Equation,
+    evaluate,
+    live_equations,
+    values_of,
+)
 from dafjax._native import tie
 from dafjax._plan import Kept, Plan
 from dafjax._primitives import is_cheap
+from dafjax._residuals import Program
 from dafjax._schedule import Step, Unpacking, last_uses
 from dafjax._typing import ArrayTree
 from dafjax.stores import AbstractStore
@@ -34,8 +42,9 @@ class Ties:
             next. Without them all are unpacked at once.
         operands: Ties of cotangents with what was restored for the same equation.
             Without them copies of the cotangents wait for it.
-        arguments: The dependency of large arguments on the backward pass. Without it
-            rearranged copies of all weights wait from the start.
+        arguments: The dependency of large arguments on the backward pass, and of keys
+            on the forward pass. Without it rearranged copies of all weights, and the
+            random bits of all layers, wait from the start.
     """
 
     forward: bool = True
@@ -75,18 +84,22 @@ def run_forward(
     stored: dict[int, ArrayTree] = {}
     # Packed forms that nothing later has been tied to yet.
     pending: list[jax.Array] = []
+    # Carries the dependency on the forward pass so far to what would run at its start.
+    token: jax.Array = jnp.zeros((), jnp.uint8)
 
     def tie_pending(carriers: Iterable[int]) -> None:
+        nonlocal token
         carrier = max(
             (v for v in carriers if _can_be_tied(env[v])),
             key=lambda v: env[v].size,
             default=None,
         )
         if pending and ties.forward and carrier is not None:
-            env[carrier], *_ = tie(env[carrier], *pending)
+            env[carrier], token, *_ = tie(env[carrier], token, *pending)
             pending.clear()
 
     def keep(value: int, now: int) -> None:
+        nonlocal token
         if value not in kept:
             return
         site, item = kept[value]
@@ -98,7 +111,7 @@ def run_forward(
             packed = item.codec.encode(env[value], seed=seed + jnp.uint32(site))
         leaves, structure = jax.tree.flatten(store.put(packed))
         if ties.forward and last_use.get(value, -1) > now:
-            env[value], *leaves = tie(env[value], *leaves)
+            env[value], token, *leaves = tie(env[value], token, *leaves)
         else:
             pending.extend(leaves)
         stored[value] = jax.tree.unflatten(structure, leaves)
@@ -110,7 +123,10 @@ def run_forward(
             # Arguments live on anyway, and a tie would copy them.
             inputs = equation.input_values
             tie_pending(v for v in inputs if v >= program.num_arguments)
-        outputs = evaluate(equation, _read(equation.inputs, env))
+        operands = _read(equation.inputs, env)
+        if ties.arguments and _would_run_at_the_start(program, equation):
+            operands = [_not_before(token, operand) for operand in operands]
+        outputs = evaluate(equation, operands)
         env.update(zip(equation.outputs, outputs, strict=True))
         for value in equation.outputs:
             keep(value, now)
@@ -196,9 +212,26 @@ def _not_before(token: jax.Array, value: jax.Array) -> jax.Array:
     Unlike a tie it copies nothing where the array is rearranged anyway. The token is 0,
     which XLA does not know.
     """
+    if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+        data = _not_before(token, jax.random.key_data(value))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     if not _can_be_tied(value):
         return value
     return jax.lax.select(token == 0, value, jnp.zeros_like(value))
+
+
+def _would_run_at_the_start(program: Program, equation: Equation) -> bool:
+    """Returns whether an equation makes much of little, as random bits of a key.
+
+    What little that is, is mostly there from the start.
+    """
+    if is_cheap(equation.primitive):
+        return False
+    read = sum(program.nbytes(v) for v in equation.input_values)
+    return read < _LITTLE_NBYTES < sum(program.nbytes(v) for v in equation.outputs)
+
+
+_LITTLE_NBYTES = 1024
 
 
 def _tied_values(step: Step, ties: Ties) -> tuple[int, ...]:

@@ -53,6 +53,11 @@ class Program:
     perturbed: tuple[bool, ...]
     differentiable: tuple[bool, ...]
 
+    def nbytes(self, value: int) -> int:
+        """Returns the bytes of a value; 0 for dtypes without a size, such as keys."""
+        aval = self.avals[value]
+        return aval.size * getattr(aval.dtype, "itemsize", 0)
+
     def residuals(self) -> tuple[int, ...]:
         """Returns what the backward pass reads of the forward pass, in order."""
         made = {value for eqn in self.backward for value in eqn.outputs}

@@ -234,8 +234,7 @@ class _Builder:
         return self._nbytes(value) > _SMALL_NBYTES
 
     def _nbytes(self, value: int) -> int:
-        aval = self._program.avals[value]
-        return aval.size * getattr(aval.dtype, "itemsize", 0)
+        return self._program.nbytes(value)
 
     def _missing(self, wanted: Iterable[int]) -> list[int]:
         """Returns all values between what is at hand and `wanted`.

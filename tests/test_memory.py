@@ -163,6 +163,26 @@ def test_without_a_dependency_all_weights_are_rearranged_at_the_start(monkeypatc
     assert got > 0.5 * plain
 
 
+def dropout_loss(params, x, key):
+    for n, layer in enumerate(params):
+        y = jax.nn.relu(x @ layer["w"] + layer["b"])
+        kept = jax.random.bernoulli(jax.random.fold_in(key, n), 0.75, y.shape)
+        x = x + jnp.where(kept, y / 0.75, 0.0)
+    return jnp.mean(x**2)
+
+
+def test_without_a_dependency_random_bits_of_all_layers_wait(monkeypatch):
+    params = jax.eval_shape(lambda: networks.mlp_params(jax.random.key(0), (128,) * 13))
+    x = jax.ShapeDtypeStruct((1024, 128), jnp.float32)
+    arguments = params, x, jax.eval_shape(lambda: jax.random.key(0))
+    plain = temp_nbytes(dropout_loss, *arguments)
+    wrapped = dafjax.remat_compress(dropout_loss)
+    assert temp_nbytes(wrapped, *arguments) < 0.25 * plain
+    set_ties(monkeypatch, arguments=False)
+    wrapped = dafjax.remat_compress(dropout_loss)
+    assert temp_nbytes(wrapped, *arguments) > 0.4 * plain
+
+
 def test_ties_copy_no_activation():
     """Results of a tie take the buffers of its operands."""
     params, x = example(depth=4)
