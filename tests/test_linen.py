@@ -345,11 +345,10 @@ class TestActivations:
 
 @pytest.mark.parametrize("model", [Stack, Scanned])
 def test_a_stack_of_blocks_needs_less_memory(model):
-    # Without dropout: what XLA does with random bits is another matter.
     x = jnp.ones((1024, 128))
 
     def temporary_nbytes(wrap):
-        module = model(wrap, depth=12, rate=0.0)
+        module = model(wrap, depth=12)
         variables = jax.eval_shape(functools.partial(init, module), x)
         program = jax.jit(functools.partial(step, module)).lower(variables, x)
         return program.compile().memory_analysis().temp_size_in_bytes
