@@ -11,7 +11,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import rich.table
@@ -21,7 +21,7 @@ from benchmarks.actnn import layer_inputs
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.harness import Check, Contender, Timing, compare, projection_error
 from benchmarks.methods import BASELINE, METHODS, Method, make_method
-from benchmarks.tables import make_console, make_table
+from benchmarks.tables import make_console, make_table, make_time_table
 from benchmarks.training import SCHEDULERS, Workload, gradient, loss
 from models import memory
 
@@ -91,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.time:
         timings = time_steps(options)
         result["time"] = {k: dataclasses.asdict(v) for k, v in timings.items()}
-        console.print(_time_table(options, timings))
+        title = f"Time of a step, batch {options.batch[0]}, {options.rounds} rounds"
+        labels = {name: options.method(name).label for name in timings}
+        console.print(make_time_table(title, labels, timings))
     write_result(options.out, environment, result)
     console.print(f"Written to {options.out}.", markup=False)
 
@@ -245,24 +247,6 @@ def _rss_table(records: Sequence[Record]) -> rich.table.Table:
                 f"{first['resident_added'] / record['resident_added']:.2f}x",
             )
             for record in records
-        ],
-    )
-
-
-def _time_table(options: Options, timings: Mapping[str, Timing]) -> rich.table.Table:
-    return make_table(
-        f"Time of a step, batch {options.batch[0]}, {options.rounds} rounds",
-        left=("Method",),
-        right=("Seconds", "This / plain", "Gradient error", "Along the gradient"),
-        rows=[
-            (
-                options.method(name).label,
-                str(timing.seconds),
-                str(timing.ratio),
-                f"{timing.errors['gradient']:.2g}",
-                f"{timing.errors['projection']:.2g}",
-            )
-            for name, timing in timings.items()
         ],
     )
 

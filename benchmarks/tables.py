@@ -1,10 +1,12 @@
 """Tables of results, wide enough when the output is a file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import rich.box
 import rich.console
 import rich.table
+
+from benchmarks.harness import Timing
 
 
 def make_console() -> rich.console.Console:
@@ -36,3 +38,30 @@ def make_table(
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def make_time_table(
+    title: str, labels: Mapping[str, str], timings: Mapping[str, Timing]
+) -> rich.table.Table:
+    """Returns a table of the times and the gradient errors of methods.
+
+    Args:
+        title: Above it.
+        labels: The first cell of a method's row, by the method's name.
+        timings: What was measured, by the method's name.
+    """
+    return make_table(
+        title,
+        left=("Method",),
+        right=("Seconds", "This / plain", "Gradient error", "Along the gradient"),
+        rows=[
+            (
+                labels[name],
+                str(timing.seconds),
+                str(timing.ratio),
+                f"{timing.errors['gradient']:.2g}",
+                f"{timing.errors['projection']:.2g}",
+            )
+            for name, timing in timings.items()
+        ],
+    )

@@ -11,7 +11,7 @@ Examples:
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -23,7 +23,7 @@ import tyro
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.harness import Check, Contender, Timing, compare, projection_error
 from benchmarks.methods import BASELINE, METHODS, Method, make_method
-from benchmarks.tables import make_console, make_table
+from benchmarks.tables import make_console, make_table, make_time_table
 from benchmarks.training import SCHEDULERS
 from models import memory
 from models.gpt2 import GPT2, GPT2Config
@@ -133,7 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.time:
         timings = _time(options)
         result["time"] = {k: dataclasses.asdict(v) for k, v in timings.items()}
-        console.print(_time_table(options, timings))
+        title = f"Time of a gradient, {options.rounds} rounds"
+        labels = {name: make_method(name, bits=options.bits).label for name in timings}
+        console.print(make_time_table(title, labels, timings))
     write_result(options.out, environment, result)
     console.print(f"Written to {options.out}.", markup=False)
 
@@ -201,24 +203,6 @@ def _temp_table(records: Sequence[Record]) -> rich.table.Table:
                 f"{record['ratio']:.2f}x",
             )
             for record in records
-        ],
-    )
-
-
-def _time_table(options: Options, timings: Mapping[str, Timing]) -> rich.table.Table:
-    return make_table(
-        f"Time of a gradient, {options.rounds} rounds",
-        left=("Method",),
-        right=("Seconds", "This / plain", "Gradient error", "Along the gradient"),
-        rows=[
-            (
-                make_method(name, bits=options.bits).label,
-                str(timing.seconds),
-                str(timing.ratio),
-                f"{timing.errors['gradient']:.2g}",
-                f"{timing.errors['projection']:.2g}",
-            )
-            for name, timing in timings.items()
         ],
     )
 

@@ -37,7 +37,6 @@ _RULED_CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
 
-
 # Wrapped functions inside of a wrapped function are spliced in at once: the outermost
 # decides. This name on a result tells them from other functions with a rule.
 _WRAPPED = "dafjax_wrapped"
@@ -244,9 +243,8 @@ def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
 
 def mark_as_wrapped(results: Sequence[Any]) -> list[Any]:
     """Returns the results of a wrapped function, which can be recognized by them."""
-    return [checkpoint_name(result, _WRAPPED) for result in results[:1]] + [
-        *results[1:]
-    ]
+    marked = [checkpoint_name(result, _WRAPPED) for result in results[:1]]
+    return [*marked, *results[1:]]
 
 
 def _is_marked(body: ClosedJaxpr) -> bool:
