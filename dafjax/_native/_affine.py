@@ -18,6 +18,7 @@ from dafjax._native._primitive import (
     refuse_derivatives,
     to_front,
 )
+from dafjax._native._sharding import DivisionRule, batch_of, independent, rows_like
 from dafjax._typing import Array, Static
 
 
@@ -101,14 +102,10 @@ def _pack_abstract_eval(
         raise ValueError("pack_affine: `x` must have rows, but it is a scalar.")
     if seed.shape != ():
         raise ValueError(f"pack_affine: `seed` must be a scalar, not {seed.shape}.")
-    *batch, size = x.shape
-    words = (*batch, num_words(size, bits))
-    blocks = (*batch, num_blocks(size, block_size))
-    return (
-        x.update(shape=words, dtype=jnp.dtype(jnp.uint16), weak_type=False),
-        x.update(shape=blocks, dtype=jnp.dtype(jnp.bfloat16), weak_type=False),
-        x.update(shape=blocks, dtype=jnp.dtype(jnp.bfloat16), weak_type=False),
-    )
+    size = x.shape[-1]
+    blocks = rows_like(x, num_blocks(size, block_size), jnp.dtype(jnp.bfloat16))
+    words = rows_like(x, num_words(size, bits), jnp.dtype(jnp.uint16))
+    return words, blocks, blocks
 
 
 def _unpack_abstract_eval(
@@ -138,7 +135,32 @@ def _unpack_abstract_eval(
                 f"unpack_affine: `{name}` must have shape {shape} for size={size}, "
                 f"bits={bits} and block_size={block_size}, but has {aval.shape}."
             )
-    return codes.update(shape=(*batch, size), dtype=dtype, weak_type=False)
+    return rows_like(codes, size, dtype)
+
+
+def _divide_pack(x: Any, seed: Any) -> DivisionRule:
+    del seed
+    batch = batch_of(x)
+    return DivisionRule(
+        operands=((*batch, "n"), ()),
+        results=((*batch, "w"), (*batch, "k"), (*batch, "k")),
+        whole=("n", "w", "k"),
+    )
+
+
+def _divide_unpack(codes: Any, scale: Any, minimum: Any, *after: Any) -> DivisionRule:
+    del scale, minimum
+    batch = batch_of(codes)
+    return DivisionRule(
+        operands=(
+            (*batch, "w"),
+            (*batch, "k"),
+            (*batch, "k"),
+            *independent(after),
+        ),
+        results=((*batch, "n"),),
+        whole=("n", "w", "k"),
+    )
 
 
 def _check_parameters(function: str, bits: int, block_size: int) -> None:
@@ -201,6 +223,7 @@ pack_affine_p: Primitive = make_primitive(
     reference=_reference.pack_affine,
     multiple_results=True,
     attributes=_pack_attributes,
+    division=_divide_pack,
 )
 unpack_affine_p: Primitive = make_primitive(
     "dafjax_unpack_affine",
@@ -208,6 +231,7 @@ unpack_affine_p: Primitive = make_primitive(
     reference=_reference.unpack_affine,
     multiple_results=False,
     attributes=_unpack_attributes,
+    division=_divide_unpack,
 )
 batching.primitive_batchers[pack_affine_p] = _batch_pack
 batching.primitive_batchers[unpack_affine_p] = _batch_unpack

@@ -15,6 +15,7 @@ from dafjax._native._primitive import (
     refuse_derivatives,
     to_front,
 )
+from dafjax._native._sharding import DivisionRule, batch_of, independent, rows_like
 from dafjax._typing import Array, Static
 
 
@@ -57,12 +58,7 @@ def _pack_abstract_eval(mask: Any) -> Any:
         raise TypeError(f"pack_bitmask: `mask` must be bool, not {mask.dtype.name}.")
     if mask.ndim < 1:
         raise ValueError("pack_bitmask: `mask` must have rows, but it is a scalar.")
-    *batch, size = mask.shape
-    return mask.update(
-        shape=(*batch, num_words(size, 1)),
-        dtype=jnp.dtype(jnp.uint16),
-        weak_type=False,
-    )
+    return rows_like(mask, num_words(mask.shape[-1], 1), jnp.dtype(jnp.uint16))
 
 
 def _unpack_abstract_eval(words: Any, *after: Any, size: int) -> Any:
@@ -70,14 +66,28 @@ def _unpack_abstract_eval(words: Any, *after: Any, size: int) -> Any:
         raise TypeError(
             f"unpack_bitmask: `words` must be uint16, not {words.dtype.name}."
         )
-    *batch, count = words.shape
+    count = words.shape[-1]
     if count != num_words(size, 1):
         raise ValueError(
             f"unpack_bitmask: `words` must have {num_words(size, 1)} words a row for "
             f"size={size}, but has {count}."
         )
-    return words.update(
-        shape=(*batch, size), dtype=jnp.dtype(jnp.bool_), weak_type=False
+    return rows_like(words, size, jnp.dtype(jnp.bool_))
+
+
+def _divide_pack(mask: Any) -> DivisionRule:
+    batch = batch_of(mask)
+    return DivisionRule(
+        operands=((*batch, "n"),), results=((*batch, "w"),), whole=("n", "w")
+    )
+
+
+def _divide_unpack(words: Any, *after: Any) -> DivisionRule:
+    batch = batch_of(words)
+    return DivisionRule(
+        operands=((*batch, "w"), *independent(after)),
+        results=((*batch, "n"),),
+        whole=("n", "w"),
     )
 
 
@@ -105,6 +115,7 @@ pack_bitmask_p: Primitive = make_primitive(
     reference=_reference.pack_bitmask,
     multiple_results=False,
     attributes=_no_attributes,
+    division=_divide_pack,
 )
 unpack_bitmask_p: Primitive = make_primitive(
     "dafjax_unpack_bitmask",
@@ -112,6 +123,7 @@ unpack_bitmask_p: Primitive = make_primitive(
     reference=_reference.unpack_bitmask,
     multiple_results=False,
     attributes=_no_attributes,
+    division=_divide_unpack,
 )
 batching.primitive_batchers[pack_bitmask_p] = _batch_pack
 batching.primitive_batchers[unpack_bitmask_p] = _batch_unpack

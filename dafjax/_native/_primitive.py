@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from dafjax._native import _library
+from dafjax._native._sharding import DivisionRule, allow_division, divide, is_divided
 from dafjax._typing import Array, Static
 
 
@@ -21,6 +22,7 @@ def make_primitive(
     reference: Callable[..., Any],
     multiple_results: bool,
     attributes: Callable[..., dict[str, Any]],
+    division: Callable[..., DivisionRule],
     aliased: bool = False,
 ) -> Primitive:
     """Makes a primitive that is a custom call on CPUs and `jax.numpy` elsewhere.
@@ -31,6 +33,7 @@ def make_primitive(
         reference: The primitive in `jax.numpy`.
         multiple_results: Whether the results are a sequence.
         attributes: The custom call's attributes from the primitive's parameters.
+        division: From the operands' types, which dimensions devices may share out.
         aliased: Whether result `i` takes the buffer of operand `i`.
     """
     primitive = Primitive(name)
@@ -44,15 +47,25 @@ def make_primitive(
     def run_eagerly(*operands: Array, **params: Static) -> Any:
         return compiled(**params)(*operands)
 
+    def bind(*operands: Array, **params: Static) -> tuple[Any, ...]:
+        results = primitive.bind(*operands, **params)
+        return tuple(results) if multiple_results else (results,)
+
     def lower_to_custom_call(
         context: mlir.LoweringRuleContext, *operands: Any, **params: Static
     ) -> Sequence[Any]:
         _library.register()
+        if is_divided(context):
+            divided = divide(
+                functools.partial(bind, **params), division(*context.avals_in)
+            )
+            return mlir.lower_fun(divided)(context, *operands)
         aliases = {i: i for i in range(len(operands))} if aliased else None
         # The layouts default to row-major, for operands and results.
         lower = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases)
         return lower(context, *operands, **attributes(**params))
 
+    allow_division(primitive)
     primitive.def_impl(run_eagerly)
     mlir.register_lowering(
         primitive, mlir.lower_fun(reference, multiple_results=multiple_results)

@@ -12,6 +12,7 @@ from jax.interpreters import ad, batching
 
 from dafjax._native import _reference
 from dafjax._native._primitive import can_pass_through, make_primitive
+from dafjax._native._sharding import DivisionRule, independent
 from dafjax._typing import Array, Static
 
 
@@ -38,6 +39,10 @@ def _bind(arrays: tuple[Array, ...]) -> Sequence[Array]:
 
 def _abstract_eval(*avals: Any) -> tuple[Any, ...]:
     return avals
+
+
+def _division(*avals: Any) -> DivisionRule:
+    return DivisionRule(operands=independent(avals), results=independent(avals))
 
 
 def _no_attributes(**_: Static) -> dict[str, Any]:
@@ -69,6 +74,7 @@ tie_p: Primitive = make_primitive(
     reference=_reference.tie,
     multiple_results=True,
     attributes=_no_attributes,
+    division=_division,
     aliased=True,
 )
 ad.primitive_jvps[tie_p] = _jvp

@@ -1,7 +1,6 @@
 """Codec for floating-point arrays: a few bits an element, one scale a block."""
 
 import dataclasses
-import math
 import operator
 from typing import Literal, final
 
@@ -13,6 +12,7 @@ from dafjax._native import pack_affine, unpack_affine
 from dafjax._native._layout import BITS, BLOCK_SIZES, num_blocks, num_words
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
+from dafjax.codecs._rows import rows_of
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -22,13 +22,13 @@ _ROUNDINGS = ("stochastic", "nearest")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedAffine:
-    """What `Affine.encode` returns for `n` elements.
+    """What `Affine.encode` returns for `m` rows of `n` elements.
 
     Attributes:
-        codes: uint16 `[ceil(n / 512) * 32 * bits]`, bit planes of the codes.
-        scale: bfloat16 `[ceil(n / block_size)]`, the step between codes. The sign bit
-            marks a block that holds infinities or NaN.
-        minimum: bfloat16 `[ceil(n / block_size)]`, the value of code 0.
+        codes: uint16 `[m, ceil(n / 512) * 32 * bits]`, bit planes of the codes.
+        scale: bfloat16 `[m, ceil(n / block_size)]`, the step between codes. The sign
+            bit marks a block that holds infinities or NaN.
+        minimum: bfloat16 `[m, ceil(n / block_size)]`, the value of code 0.
     """
 
     codes: Array
@@ -41,8 +41,9 @@ class PackedAffine:
 class Affine(AbstractCodec):
     """Stores floating-point arrays as codes of 1 to 8 bits.
 
-    The array is flattened and cut into blocks of `block_size` elements. With `lo` and
-    `hi` the least and greatest finite value of a block,
+    Every element of the first dimension (of small arrays: several) is flattened to a
+    row and cut into blocks of `block_size` elements. With `lo` and `hi` the least and
+    greatest finite value of a block,
 
         minimum = lo rounded down to bfloat16
         scale   = (hi - minimum) / (2^bits - 1) rounded up to bfloat16
@@ -109,7 +110,7 @@ class Affine(AbstractCodec):
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
         self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
         codes, scale, minimum = pack_affine(
-            jnp.reshape(x, (x.size,)),
+            jnp.reshape(x, rows_of(x.shape)),
             _as_seed(seed),
             bits=self.bits,
             block_size=self.block_size,
@@ -126,7 +127,7 @@ class Affine(AbstractCodec):
             packed.scale,
             packed.minimum,
             *after,
-            size=math.prod(like.shape),
+            size=rows_of(like.shape)[1],
             dtype=jnp.dtype(like.dtype),
             bits=self.bits,
             block_size=self.block_size,
@@ -135,8 +136,9 @@ class Affine(AbstractCodec):
 
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)
-        size = math.prod(like.shape)
-        return 2 * num_words(size, self.bits) + 4 * num_blocks(size, self.block_size)
+        count, size = rows_of(like.shape)
+        words = num_words(size, self.bits)
+        return count * (2 * words + 4 * num_blocks(size, self.block_size))
 
     def check(self, like: Like) -> None:
         name = like.dtype.name

@@ -1,0 +1,149 @@
+"""How the primitives are divided among devices, so that no data moves for them.
+
+To XLA's partitioner a custom call is one piece: it gathers every operand. So in
+programs for several devices a primitive is lowered as a `custom_partitioning` call,
+whose rule says which dimensions may be divided; each device then runs the custom call
+on its part.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, final
+
+from jax._src import dispatch, sharding_impls
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+# A name for each dimension of an array. Dimensions of the same name are divided alike.
+Dimensions: TypeAlias = tuple[str, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class DivisionRule:
+    """Which dimensions of a primitive's operands and results belong together.
+
+    Attributes:
+        operands: The names of the dimensions of each operand.
+        results: The names of the dimensions of each result.
+        whole: The names of the dimensions that are never divided.
+    """
+
+    operands: tuple[Dimensions, ...]
+    results: tuple[Dimensions, ...]
+    whole: tuple[str, ...] = ()
+
+
+def independent(arrays: Iterable[Any]) -> tuple[Dimensions, ...]:
+    """Returns names of the dimensions of arrays that have nothing to do with others."""
+    return tuple(
+        tuple(f"d{number}x{axis}" for axis in range(array.ndim))
+        for number, array in enumerate(arrays)
+    )
+
+
+def batch_of(rows: Any) -> Dimensions:
+    """Returns names of the batch dimensions of rows `[*batch, n]`."""
+    return tuple(f"b{axis}" for axis in range(rows.ndim - 1))
+
+
+def rows_like(rows: Any, length: int, dtype: Any) -> Any:
+    """Returns the type of an array with the batch dimensions of `rows`.
+
+    On meshes with explicit axes these are divided alike, and the last is whole.
+    """
+    *batch, _ = rows.shape
+    sharding = rows.sharding
+    if not sharding.mesh.empty:
+        spec = PartitionSpec(*sharding.spec[:-1], None)
+        sharding = NamedSharding(sharding.mesh, spec)
+    return rows.update(
+        shape=(*batch, length), dtype=dtype, weak_type=False, sharding=sharding
+    )
+
+
+def is_divided(context: mlir.LoweringRuleContext) -> bool:
+    """Returns whether a lowering is for a program that XLA divides among devices."""
+    axes = context.module_context.axis_context
+    if isinstance(axes, sharding_impls.SPMDAxisContext):
+        # In a `shard_map` over all axes everything is divided already.
+        return set(axes.manual_axes) != set(axes.mesh.axis_names)
+    return getattr(axes, "num_devices", None) != 1
+
+
+def allow_division(primitive: Primitive) -> None:
+    """Makes JAX tell the lowering of a primitive which devices it is for."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def divide(
+    function: Callable[..., tuple[Any, ...]], rule: DivisionRule
+) -> Callable[..., tuple[Any, ...]]:
+    """Returns a function that each device runs on its parts of the operands.
+
+    Args:
+        function: The function of a part.
+        rule: Which dimensions may be divided. Operands that are divided otherwise are
+            divided anew.
+    """
+
+    # An exception in one of these would stop the process: they run inside XLA.
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        known = _known(rule, operands, results)
+        of_results = _shardings(mesh, rule.results, known)
+        return mesh, function, of_results, _shardings(mesh, rule.operands, known)
+
+    def infer(mesh: Any, operands: Any, results: Any) -> Any:
+        del results
+        return _shardings(mesh, rule.results, _known(rule, operands, ()))
+
+    def sharding_rule(mesh: Any, operands: Any, results: Any) -> SdyShardingRule:
+        del mesh, operands, results
+        arrays = (*rule.operands, *rule.results)
+        # Shardy wants them in the order in which they appear.
+        names = dict.fromkeys(name for dimensions in arrays for name in dimensions)
+        return SdyShardingRule(
+            tuple(ArrayMapping(*dimensions) for dimensions in rule.operands),
+            tuple(ArrayMapping(*dimensions) for dimensions in rule.results),
+            need_replication_factors=tuple(n for n in names if n in rule.whole),
+        )
+
+    divided = custom_partitioning(function)
+    divided.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=sharding_rule,
+        decode_shardings=True,
+    )
+    return divided
+
+
+def _known(
+    rule: DivisionRule, operands: Sequence[Any], results: Sequence[Any]
+) -> dict[str, Any]:
+    """Returns the mesh axes of each dimension that is divided."""
+    known: dict[str, Any] = {}
+    of_results = rule.results if results else ()
+    arrays = zip((*operands, *results), (*rule.operands, *of_results), strict=True)
+    for array, names in arrays:
+        # `None` where GSPMD has not decided yet.
+        spec = getattr(array.sharding, "spec", ())
+        for name, axes in zip(names, spec, strict=False):
+            if axes is not None and name not in rule.whole:
+                known.setdefault(name, axes)
+    return known
+
+
+def _shardings(
+    mesh: Any, arrays: Sequence[Dimensions], known: dict[str, Any]
+) -> tuple[NamedSharding, ...]:
+    return tuple(
+        NamedSharding(mesh, PartitionSpec(*map(known.get, names))) for names in arrays
+    )
