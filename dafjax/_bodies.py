@@ -24,25 +24,10 @@ from dafjax._graph import (
     has_primitive,
     scan_arity,
 )
+from dafjax._primitives import is_cheap
 
 
 _WITH_BODIES = ("scan", "cond")
-
-# Of arguments that are kept alive anyway, these are so too.
-_VIEWS = (
-    *("broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice"),
-    *(
-        "expand_dims",
-        "name",
-        "reshape",
-        "rev",
-        "slice",
-        "split",
-        "squeeze",
-        "transpose",
-    ),
-)
-
 
 # Returns a body as a function with a derivative rule. Takes the body, those of its
 # arguments that nothing keeps alive for the backward pass, and how often it runs.
@@ -111,10 +96,10 @@ def with_wrapped_bodies(
 
 
 def _alive(graph: Graph, activations: Sequence[int]) -> set[int]:
-    """Returns the arguments that are kept alive, and the views of them."""
+    """Returns the arguments that are kept alive, and what follows cheaply from them."""
     alive = set(range(graph.num_inputs)).difference(activations)
     for equation in graph.equations:
-        if equation.primitive in _VIEWS and alive.issuperset(equation.input_values):
+        if is_cheap(equation.primitive) and alive.issuperset(equation.input_values):
             alive.update(equation.outputs)
     return alive
 

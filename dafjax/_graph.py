@@ -101,15 +101,6 @@ class Equation:
         )
 
     @property
-    def zero_operand(self) -> int | None:
-        """Which of two operands is the literal 0, if the other one is a value."""
-        operands = self.jaxpr.eqns[0].invars
-        zeros = [isinstance(a, jex_core.Literal) and a.val == 0 for a in operands]
-        if len(operands) != 2 or sum(zeros) != 1 or len(self.input_values) != 1:
-            return None
-        return zeros.index(True)
-
-    @property
     def has_effect(self) -> bool:
         """Whether it does more than compute its outputs."""
         return bool(self.jaxpr.eqns[0].effects)

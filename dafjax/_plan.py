@@ -39,6 +39,7 @@ class Kept:
         source: The user's line that it comes from.
         is_packed: Whether it was packed where it was made: in the body of a loop or a
             branch, which has a plan of its own.
+        sharding: How devices divide it, on meshes with explicit axes.
     """
 
     value: int
@@ -49,11 +50,12 @@ class Kept:
     primitive: str
     source: str
     is_packed: bool = False
+    sharding: Any = None
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype to restore."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     @property
     def raw_nbytes(self) -> int:
@@ -282,4 +284,5 @@ def _describe(
         name="" if producer is None else producer.name_stack,
         primitive="argument" if producer is None else producer.primitive,
         source="" if producer is None else producer.source,
+        sharding=getattr(aval, "sharding", None),
     )

@@ -41,6 +41,15 @@ _REARRANGING = frozenset(
     ]
 )
 
+# Say where an array is, and leave its values alone. A gathered weight is gathered again
+# in the backward pass: it is not kept whole, and never in codes.
+_PLACING = frozenset(
+    [
+        *("all_gather", "all_gather_invariant", "all_gather_reduced", "mesh_cast"),
+        *("pbroadcast", "pvary", "reshard", "sharding_constraint"),
+    ]
+)
+
 _REDUCING = frozenset(
     [
         *("cumlogsumexp", "cummax", "cummin", "cumsum", "reduce_and"),
@@ -49,9 +58,12 @@ _REDUCING = frozenset(
     ]
 )
 
-_CONTINUOUS = _ELEMENTWISE | _REARRANGING | _REDUCING
+_CONTINUOUS = _ELEMENTWISE | _REARRANGING | _PLACING | _REDUCING
 _CHEAP = _CONTINUOUS | _AMPLIFYING | _DISCONTINUOUS
 
+_VALUE_KEEPING = _PLACING | {
+    *("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape")
+}
 
 # XLA copies their operands into another layout.
 _REARRANGING_OPERANDS = frozenset(["conv_general_dilated"])
@@ -69,6 +81,11 @@ def is_cheap(primitive: str) -> bool:
 def is_continuous(primitive: str) -> bool:
     """Returns whether a small error of an operand stays small in a floating result."""
     return primitive in _CONTINUOUS
+
+
+def keeps_values(primitive: str) -> bool:
+    """Returns whether all elements of the result of one operand are elements of it."""
+    return primitive in _VALUE_KEEPING
 
 
 def needs_exact_operands(primitive: str) -> bool:

@@ -151,8 +151,8 @@ def _trace(
 
     traced = trace_like(forward, *closed.in_avals)
     transposed = jax.make_jaxpr(backward)(
-        [_abstract(aval) for aval in traced.out_avals[len(differentiable) :]],
-        [_abstract(aval) for aval in _where(closed.out_avals, differentiable)],
+        traced.out_avals[len(differentiable) :],
+        _cotangents_of(_where(closed.out_avals, differentiable)),
     )
     return traced, transposed
 
@@ -185,15 +185,13 @@ def vjp_of_perturbed(
 
 
 def trace_like(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
-    """Traces a function of arguments of the given shapes, dtypes and weak types."""
-    return jax.make_jaxpr(function)(*map(_abstract, avals))
+    """Traces a function of arguments of the given types."""
+    return jax.make_jaxpr(function)(*avals)
 
 
 def _where(items: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
     return [item for item, take in zip(items, chosen, strict=True) if take]
 
 
-def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
-    )
+def _cotangents_of(avals: Sequence[Any]) -> list[Any]:
+    return [aval.to_ct_aval() for aval in avals]

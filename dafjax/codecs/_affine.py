@@ -1,6 +1,7 @@
 """Codec for floating-point arrays: a few bits an element, one scale a block."""
 
 import dataclasses
+import math
 import operator
 from typing import Literal, final
 
@@ -12,7 +13,7 @@ from dafjax._native import pack_affine, unpack_affine
 from dafjax._native._layout import BITS, BLOCK_SIZES, num_blocks, num_words
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
-from dafjax.codecs._rows import rows_of
+from dafjax.codecs._rows import from_rows, rows_of, to_rows
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -22,7 +23,7 @@ _ROUNDINGS = ("stochastic", "nearest")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedAffine:
-    """What `Affine.encode` returns for `m` rows of `n` elements.
+    """What `Affine.encode` returns for rows `[m, n]`, or one row `[n]`.
 
     Attributes:
         codes: uint16 `[m, ceil(n / 512) * 32 * bits]`, bit planes of the codes.
@@ -110,7 +111,7 @@ class Affine(AbstractCodec):
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
         self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
         codes, scale, minimum = pack_affine(
-            jnp.reshape(x, rows_of(x.shape)),
+            to_rows(x),
             _as_seed(seed),
             bits=self.bits,
             block_size=self.block_size,
@@ -122,23 +123,23 @@ class Affine(AbstractCodec):
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
         self.check(like)
-        flat = unpack_affine(
+        rows = unpack_affine(
             packed.codes,
             packed.scale,
             packed.minimum,
             *after,
-            size=rows_of(like.shape)[1],
+            size=rows_of(like.shape)[-1],
             dtype=jnp.dtype(like.dtype),
             bits=self.bits,
             block_size=self.block_size,
         )
-        return jnp.reshape(flat, like.shape)
+        return from_rows(rows, like)
 
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)
-        count, size = rows_of(like.shape)
+        *rows, size = rows_of(like.shape)
         words = num_words(size, self.bits)
-        return count * (2 * words + 4 * num_blocks(size, self.block_size))
+        return math.prod(rows) * (2 * words + 4 * num_blocks(size, self.block_size))
 
     def check(self, like: Like) -> None:
         name = like.dtype.name

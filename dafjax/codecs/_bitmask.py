@@ -1,6 +1,7 @@
 """Codec for boolean arrays: one bit an element, exact."""
 
 import dataclasses
+import math
 from typing import final
 
 import jax
@@ -10,7 +11,7 @@ from dafjax._native import pack_bitmask, unpack_bitmask
 from dafjax._native._layout import num_words
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
-from dafjax.codecs._rows import rows_of
+from dafjax.codecs._rows import from_rows, rows_of, to_rows
 
 
 @final
@@ -19,8 +20,8 @@ class Bitmask(AbstractCodec):
     """Stores boolean arrays, such as the masks of relu and dropout, in one bit each.
 
     Element `e` of a tile of 512 is bit `e // 32` of word `e % 32`
-    (`xla_ffi/README.md`, section 1). Packed is uint16 `[m, ceil(n / 512) * 32]` for `m`
-    rows of `n` elements. Decoding is exact; `seed` is not used.
+    (`xla_ffi/README.md`, section 1). Packed is uint16 `[m, ceil(n / 512) * 32]` for
+    rows `[m, n]`. Decoding is exact; `seed` is not used.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -40,19 +41,19 @@ class Bitmask(AbstractCodec):
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> Array:
         self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        return pack_bitmask(jnp.reshape(x, rows_of(x.shape)))
+        return pack_bitmask(to_rows(x))
 
     def decode(
         self, packed: Array, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
         self.check(like)
-        flat = unpack_bitmask(packed, *after, size=rows_of(like.shape)[1])
-        return jnp.reshape(flat, like.shape)
+        rows = unpack_bitmask(packed, *after, size=rows_of(like.shape)[-1])
+        return from_rows(rows, like)
 
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)
-        count, size = rows_of(like.shape)
-        return count * 2 * num_words(size, 1)
+        *rows, size = rows_of(like.shape)
+        return math.prod(rows) * 2 * num_words(size, 1)
 
     def check(self, like: Like) -> None:
         if like.dtype != jnp.bool_:

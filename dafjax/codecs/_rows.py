@@ -2,27 +2,65 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from dafjax._native._layout import TILE, num_tiles
+from dafjax._typing import Array, Like
 
 
 # A row is padded to whole tiles. Rows that grow by more than this are put together.
-_MOST_PADDING = 1 / 16
+_MOST_PADDING = 1 / 8
 
 
-def rows_of(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the number of rows of an array and the number of elements of each.
+def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape `[m, n]` of an array as rows, or `[n]` as one row.
 
     The first dimension of an array is mostly that of examples, and what devices divide
     among them. A row is one example, so that each device packs its own; or as many as
     it takes to fill tiles, for the smallest of arrays all.
     """
-    if len(shape) < 2 or math.prod(shape) == 0:
-        return 1, math.prod(shape)
-    count, size = shape[0], math.prod(shape[1:])
-    for together in range(1, count + 1):
-        if count % together == 0:
+    if len(shape) > 1 and math.prod(shape) > 0:
+        count, size = shape[0], math.prod(shape[1:])
+        for together in range(1, count):
             length = together * size
-            if num_tiles(length) * TILE <= length * (1 + _MOST_PADDING):
+            padded = num_tiles(length) * TILE
+            if count % together == 0 and padded <= length * (1 + _MOST_PADDING):
                 return count // together, length
-    return 1, count * size
+    return (math.prod(shape),)
+
+
+def to_rows(x: Array) -> Array:
+    """Returns an array as rows, each on one device."""
+    rows = rows_of(x.shape)
+    sharding: Any = jax.typeof(x).sharding
+    if not _is_explicit(sharding):
+        return lax.reshape(x, rows)
+    first = sharding.spec[0] if x.ndim > 1 else None
+    whole = PartitionSpec(first, *[None] * (x.ndim - 1)) if x.ndim else PartitionSpec()
+    x = reshard(x, NamedSharding(sharding.mesh, whole))
+    if len(rows) == 1 or rows[0] % _num_parts(sharding, first):
+        first = None
+    spec = (first, None)[-len(rows) :]
+    divided = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return lax.reshape(x, rows, out_sharding=divided)
+
+
+def from_rows(rows: Array, like: Like) -> Array:
+    """Returns an array of the shape, and divided among devices, as it was."""
+    sharding: Any = like.sharding
+    if sharding is None or not _is_explicit(sharding):
+        return lax.reshape(rows, like.shape)
+    return lax.reshape(rows, like.shape, out_sharding=sharding)
+
+
+def _is_explicit(sharding: Any) -> bool:
+    return AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _num_parts(sharding: Any, axes: Any) -> int:
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    return math.prod(sharding.mesh.shape[name] for name in names)

@@ -1,0 +1,271 @@
+"""Programs for several devices: activations stay where they are."""
+
+import contextlib
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import config
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
+
+import dafjax
+from dafjax._native import _primitive
+from tests.helpers import relative_error
+
+
+BATCH, LENGTH, WIDTH = 32, 16, 256
+DEPTH = 3
+NUM_DEVICES = 2
+
+
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    # Small whole numbers: sums are exact in any order, so that all forward passes are
+    # equal, and with them the content that the noise is drawn from.
+    y = x @ reshard(w, P()) if is_explicit(w) else x @ w
+    return jnp.clip(x + jax.nn.relu(y), 0, 3)
+
+
+def is_explicit(x: jax.Array) -> bool:
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for w in weights:
+        x = layer(x, w)
+    return jnp.mean(jnp.square(x))
+
+
+def example() -> tuple[list[jax.Array], jax.Array]:
+    rng = np.random.default_rng(0)
+    signs = rng.choice([-1.0, 0.0, 0.0, 1.0], (DEPTH, WIDTH, WIDTH))
+    x = rng.integers(0, 4, (BATCH, LENGTH, WIDTH)).astype(np.float32)
+    return [jnp.asarray(w, jnp.float32) for w in signs], jnp.asarray(x)
+
+
+def gathered(text: str) -> list[str]:
+    """Returns the shapes of what a compiled program gathers from all devices."""
+    return re.findall(r"= \(?(\w+\[[\d,]*\])\S* all-(?:gather|to-all)", text)
+
+
+def gathers_activations(text: str) -> bool:
+    weights = f"f32[{WIDTH},{WIDTH}]"
+    return any(shape != weights for shape in gathered(text))
+
+
+@contextlib.contextmanager
+def partitioner(name: str) -> Iterator[None]:
+    with config.use_shardy_partitioner(name == "shardy"):
+        yield
+
+
+def place(mesh: Mesh, weights_divided: bool) -> tuple[list[jax.Array], jax.Array]:
+    weights, x = example()
+    of_weights = NamedSharding(mesh, P("data") if weights_divided else P())
+    return jax.device_put((weights, x), (of_weights, NamedSharding(mesh, P("data"))))
+
+
+def two_devices(axes: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((NUM_DEVICES,), ("data",), axis_types=(axes,))
+
+
+@pytest.mark.parametrize("weights", ["whole", "divided"])
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("shardy", AxisType.Auto),
+        ("shardy", AxisType.Explicit),
+        ("gspmd", AxisType.Auto),
+    ],
+)
+def test_devices_gather_no_activation(name: str, axes: AxisType, weights: str) -> None:
+    wrapped = dafjax.remat_compress(loss)
+    expected_loss, expected = jax.value_and_grad(wrapped)(*example())
+    mesh = two_devices(axes)
+    with partitioner(name), jax.set_mesh(mesh):
+        arguments = place(mesh, weights == "divided")
+        step = jax.jit(jax.value_and_grad(wrapped)).lower(*arguments).compile()
+        plain = jax.jit(jax.value_and_grad(loss)).lower(*arguments).compile()
+        found_loss, found = step(*arguments)
+    assert not gathers_activations(step.as_text())
+    assert found_loss == expected_loss
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+    assert temp_nbytes(step) < temp_nbytes(plain)
+
+
+def test_gathers_are_seen_where_calls_are_not_divided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_primitive, "is_divided", lambda context: False)
+    wrapped = dafjax.remat_compress(loss)
+    step = jax.jit(jax.grad(wrapped)).lower(*place(two_devices(), False)).compile()
+    assert gathers_activations(step.as_text())
+
+
+def temp_nbytes(compiled: jax.stages.Compiled) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("axes", list(AxisType)[:2])
+def test_loops_gather_no_activation(axes: AxisType) -> None:
+    def looped(weights: jax.Array, x: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)
+        return jnp.mean(jnp.square(x))
+
+    wrapped = dafjax.remat_compress(looped)
+    weights, x = example()
+    expected = jax.grad(wrapped)(jnp.stack(weights), x)
+    mesh = two_devices(axes)
+    with jax.set_mesh(mesh):
+        arguments = jax.device_put(
+            (jnp.stack(weights), x),
+            (NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))),
+        )
+        step = jax.jit(jax.grad(wrapped)).lower(*arguments).compile()
+        found = step(*arguments)
+    assert not gathers_activations(step.as_text())
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_shard_map_gathers_no_activation(inside: bool) -> None:
+    wrapped = dafjax.remat_compress(loss)
+    expected = jax.grad(wrapped)(*example())
+
+    def total(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        return jax.lax.pmean(wrapped(weights, x), "data")
+
+    mesh = two_devices()
+    specs = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P()}
+    if inside:
+        gradient = jax.shard_map(jax.grad(total), **specs)
+    else:
+        gradient = jax.grad(jax.shard_map(total, **specs))
+    arguments = place(mesh, False)
+    step = jax.jit(gradient).lower(*arguments).compile()
+    assert not gathered(step.as_text())
+    for ours, theirs in zip(step(*arguments), expected, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+
+
+def test_weights_gathered_by_hand_are_never_kept() -> None:
+    def gathering(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        whole = [jax.lax.all_gather(w, "data", tiled=True) for w in weights]
+        return jax.lax.pmean(loss(whole, x), "data")
+
+    divided = jax.shard_map(
+        dafjax.remat_compress(gathering),
+        mesh=two_devices(),
+        in_specs=(P("data"), P("data")),
+        out_specs=P(),
+    )
+    kept = dafjax.saved_residuals(divided, *example()).kept
+    assert kept
+    assert all(item.shape[0] != WIDTH for item in kept)
+
+
+def test_arrays_divided_in_two_dimensions_keep_their_types() -> None:
+    """Tensor parallelism: parts of an example are gathered to be packed."""
+
+    def divided(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        hidden = jax.nn.relu(x @ a)
+        return jnp.mean(
+            jnp.einsum("bth,hd->btd", hidden, b, out_sharding=P(None, None, None)) ** 2
+        )
+
+    mesh = two_devices(AxisType.Explicit)
+    weights, x = example()
+    with jax.set_mesh(mesh):
+        a, b = (
+            jax.device_put(w, NamedSharding(mesh, spec))
+            for w, spec in zip(
+                weights, (P(None, "data"), P("data", None)), strict=False
+            )
+        )
+        x = jax.device_put(x, NamedSharding(mesh, P()))
+        found = jax.jit(jax.grad(dafjax.remat_compress(divided, bits=8)))(a, b, x)
+        exact = jax.jit(jax.grad(divided))(a, b, x)
+    assert jax.typeof(found).sharding.spec == P(None, "data")
+    assert relative_error(found, exact) < 0.02
+
+
+@pytest.mark.parametrize("shape", [(16, 300), (6, 100), (2, 3, 512)])
+def test_rows_of_any_size_are_packed_on_explicit_meshes(shape: tuple[int, ...]) -> None:
+    mesh = two_devices(AxisType.Explicit)
+    x = jax.random.normal(jax.random.key(0), shape)
+    codec = dafjax.codecs.Affine(bits=8)
+    with jax.set_mesh(mesh):
+        spec = P("data", *[None] * (len(shape) - 1))
+        x = jax.device_put(x, NamedSharding(mesh, spec))
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.typeof(x).sharding)
+        back = jax.jit(lambda x: codec.decode(codec.encode(x), like))(x)
+    assert jax.typeof(back).sharding.spec == spec
+    assert relative_error(back, x) < 0.02
+
+
+_PROCESS = """
+import sys
+import jax
+jax.distributed.initialize("127.0.0.1:{port}", 2, {number}, initialization_timeout=60)
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import dafjax
+from tests.test_sharding import example, gathers_activations, loss, two_devices
+
+assert len(jax.devices()) == 2 and len(jax.local_devices()) == 1
+mesh = two_devices()
+weights, x = example()
+
+
+def placed(x, spec):
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
+
+
+weights, x = [placed(w, P()) for w in weights], placed(x, P("data"))
+step = jax.jit(jax.grad(dafjax.remat_compress(loss))).lower(weights, x).compile()
+assert "all-reduce" in step.as_text()
+assert not gathers_activations(step.as_text())
+found = [np.asarray(g.addressable_data(0)) for g in step(weights, x)]
+np.savez(sys.argv[1], *found)
+"""
+
+
+def test_two_processes_compute_the_gradient_of_one(tmp_path: pathlib.Path) -> None:
+    expected = jax.grad(dafjax.remat_compress(loss))(*example())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    files = [tmp_path / f"{number}.npz" for number in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROCESS.format(port=port, number=n), str(file)],
+            env=_environment_of_one_device(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for n, file in enumerate(files)
+    ]
+    errors = [process.communicate(timeout=180)[1] for process in processes]
+    for process, error in zip(processes, errors, strict=True):
+        assert process.returncode == 0, error
+    for file in files:
+        with np.load(file) as found:
+            for ours, theirs in zip(found.values(), expected, strict=True):
+                assert relative_error(ours, theirs) < 1e-5
+
+
+def _environment_of_one_device() -> dict[str, str]:
+    return {
+        **{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
