@@ -107,7 +107,7 @@ class Workload:
 
         return take_step
 
-    def saved_residuals(self) -> dafjax.SavedResiduals:
+    def saved_residuals(self) -> dafjax.Plan:
         """Lists what a method of dafjax keeps; runs nothing."""
         params, *rest = jax.tree.map(
             lambda x: np.zeros(x.shape, x.dtype), self.abstract_arguments()

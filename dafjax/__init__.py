@@ -1,9 +1,10 @@
 """Training with residuals in a few bits: `remat_compress`, like `jax.checkpoint`."""
 
 from dafjax import codecs as codecs, policies as policies, stores as stores
+from dafjax._bits import Bits as Bits
 from dafjax._remat_compress import remat_compress as remat_compress
 from dafjax.report import (
-    SavedResiduals as SavedResiduals,
+    Plan as Plan,
     print_saved_residuals as print_saved_residuals,
     saved_residuals as saved_residuals,
 )

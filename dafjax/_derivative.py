@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from dafjax._bits import Bits
 from dafjax._bodies import has_bodies, with_wrapped_bodies
 from dafjax._graph import ClosedJaxpr, as_function, mark_as_wrapped
 from dafjax._passes import Ties, run_backward, run_forward
-from dafjax._plan import Plan, make_plan
+from dafjax._plan import ProgramPlan, make_plan
 from dafjax._recorder import current_recorder
 from dafjax._residuals import (
     differentiate,
@@ -24,7 +25,6 @@ from dafjax._residuals import (
     vjp_of_perturbed,
 )
 from dafjax._schedule import schedule_backward
-from dafjax.codecs import AbstractCodec
 from dafjax.policies import AbstractPolicy, SaveAll
 from dafjax.stores import AbstractStore
 
@@ -35,7 +35,7 @@ class Options:
     """What a wrapped function was told."""
 
     policy: AbstractPolicy
-    codec: AbstractCodec
+    bits: Bits
     store: AbstractStore
     ties: Ties
 
@@ -78,7 +78,7 @@ def with_compressed_residuals(
         plan = make_plan(
             program,
             policy=options.policy,
-            codec=options.codec,
+            bits=options.bits,
             activations=numbers,
             iterations=iterations or 1,
         )
@@ -86,7 +86,7 @@ def with_compressed_residuals(
             return _ScheduledRule(plan, options)
         if recorded:
             # What `_PlainRule` keeps is hidden in JAX's pullback: list its equal.
-            plan = make_plan(program, policy=SaveAll(), codec=options.codec)
+            plan = make_plan(program, policy=SaveAll(), bits=options.bits)
             return _ScheduledRule(plan, options)
         return _PlainRule(perturbed, differentiable, as_function(source))
 
@@ -216,7 +216,7 @@ class _PlainRule(_Rule):
 class _ScheduledRule(_Rule):
     """Both passes equation by equation; compiled once when called eagerly."""
 
-    def __init__(self, plan: Plan, options: Options) -> None:
+    def __init__(self, plan: ProgramPlan, options: Options) -> None:
         self.perturbed = plan.program.perturbed
         self._plan = plan
         self._run_forward = functools.partial(

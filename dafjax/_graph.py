@@ -5,6 +5,7 @@ This file and `_residuals.py` are the only ones that look inside a jaxpr.
 
 import collections
 import dataclasses
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -107,13 +108,31 @@ class Equation:
 
     @property
     def name_stack(self) -> str:
-        """Where in the model it stands, for example `"ResNet/Block_0/Conv_0"`."""
+        """The names of the scopes it stands in, and of transformations."""
         return str(self.jaxpr.eqns[0].source_info.name_stack)
+
+    @property
+    def place(self) -> str:
+        """Where in the model it stands, for example `"ResNet/Block_0/Conv_0"`."""
+        return _place_of(self.jaxpr.eqns[0])
+
+    @property
+    def tag(self) -> str | None:
+        """The name that `jax.ad_checkpoint.checkpoint_name` gives its result."""
+        return self.params["name"] if self.primitive == "name" else None
 
     @property
     def source(self) -> str:
         """The user's line that it comes from."""
         return source_info_util.summarize(self.jaxpr.eqns[0].source_info)
+
+
+def _place_of(eqn: jex_core.JaxprEqn) -> str:
+    """Returns `"a/b"` where the scopes are `"transpose(jvp(a))/b"`."""
+    name_stack = str(eqn.source_info.name_stack)
+    while (plain := re.sub(r"\b\w+\(([^()]*)\)", r"\1", name_stack)) != name_stack:
+        name_stack = plain
+    return "/".join(part for part in name_stack.split("/") if part)
 
 
 @final
@@ -289,6 +308,27 @@ def call_instead(
         for result, var in zip(results, eqn.outvars, strict=True)
         if not isinstance(var, DropVar)
     ]
+
+
+def names_in(closed: ClosedJaxpr) -> frozenset[str]:
+    """Returns the names of values and scopes of a program, at whatever depth."""
+    names: set[str] = set()
+
+    def visit(jaxpr: jex_core.Jaxpr) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "name":
+                names.add(eqn.params["name"])
+            names.update(names_of_place(_place_of(eqn)))
+            for body in jaxprs_in_params(eqn.params):
+                visit(body)
+
+    visit(closed.jaxpr)
+    return frozenset(names)
+
+
+def names_of_place(place: str) -> tuple[str, ...]:
+    """Returns a place in the model and the parts of it."""
+    return (place, *place.split("/")) if place else ()
 
 
 def has_primitive(closed: ClosedJaxpr, names: Container[str]) -> bool:

@@ -17,7 +17,7 @@ from dafjax._graph import (
     values_of,
 )
 from dafjax._native import tie
-from dafjax._plan import Kept, Plan
+from dafjax._plan import Kept, ProgramPlan
 from dafjax._primitives import is_cheap
 from dafjax._residuals import Program
 from dafjax._schedule import Step, Unpacking, last_uses
@@ -56,7 +56,7 @@ class Ties:
 
 
 def run_forward(
-    plan: Plan,
+    plan: ProgramPlan,
     arguments: Sequence[jax.Array],
     *,
     store: AbstractStore,
@@ -109,12 +109,12 @@ def run_forward(
         with jax.named_scope("pack"):
             # The same tensor at another site gets other noise.
             packed = item.codec.encode(env[value], seed=seed + jnp.uint32(site))
-        leaves, structure = jax.tree.flatten(store.put(packed))
+        leaves, structure = jax.tree.flatten(packed)
         if ties.forward and last_use.get(value, -1) > now:
             env[value], token, *leaves = tie(env[value], token, *leaves)
         else:
             pending.extend(leaves)
-        stored[value] = jax.tree.unflatten(structure, leaves)
+        stored[value] = store.put(jax.tree.unflatten(structure, leaves))
 
     for value in range(program.num_arguments):
         keep(value, -1)
@@ -135,7 +135,7 @@ def run_forward(
 
 
 def run_backward(
-    plan: Plan,
+    plan: ProgramPlan,
     schedule: Sequence[Step],
     arguments: Mapping[int, jax.Array],
     stored: Sequence[ArrayTree],

@@ -7,8 +7,10 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
+from dafjax._bits import Bits
 from dafjax._bodies import reads_packed
-from dafjax._graph import Equation, live_equations
+from dafjax._graph import Equation, live_equations, names_of_place
+from dafjax._linearity import find_nonlinear
 from dafjax._primitives import is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_masks, selection
 from dafjax._residuals import Program
@@ -30,18 +32,21 @@ class Kept:
     """One value that waits for the backward pass.
 
     Attributes:
-        value: Its number in the program.
+        program: The fingerprint of the program it is made in.
+        value: Its number there.
         shape: Its shape.
         dtype: Its dtype.
         codec: How it is packed; `None` if it is kept as it is.
         name: Where in the model it is made.
         primitive: What makes it.
         source: The user's line that it comes from.
+        is_linear: Whether all that is recomputed from it is linear in it.
         is_packed: Whether it was packed where it was made: in the body of a loop or a
             branch, which has a plan of its own.
         sharding: How devices divide it, on meshes with explicit axes.
     """
 
+    program: str
     value: int
     shape: tuple[int, ...]
     dtype: Any
@@ -49,8 +54,9 @@ class Kept:
     name: str
     primitive: str
     source: str
+    is_linear: bool = True
     is_packed: bool = False
-    sharding: Any = None
+    sharding: Any = dataclasses.field(default=None, compare=False)
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
@@ -72,7 +78,7 @@ class Kept:
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class ProgramPlan:
     """All decisions for one traced function.
 
     Attributes:
@@ -98,16 +104,16 @@ def make_plan(
     program: Program,
     *,
     policy: AbstractPolicy,
-    codec: AbstractCodec,
+    bits: Bits,
     activations: Iterable[int] = (),
     iterations: int = 1,
-) -> Plan:
+) -> ProgramPlan:
     """Decides what is kept of a program.
 
     Args:
         program: The function and its transpose.
         policy: The rule.
-        codec: What `Compress(None)` stands for.
+        bits: What `Compress(None)` stands for.
         activations: The arguments that are not kept alive by the caller, so that they
             are decided about as if they were made inside.
         iterations: How often the program runs before its backward pass does, as the
@@ -124,23 +130,19 @@ def make_plan(
         program,
         (*residuals, *masks.values()),
         policy,
-        codec,
         activations=frozenset(activations),
         packed=packed,
         iterations=iterations,
     )
-    kept: list[Kept] = []
+    kept: list[int] = []
     arguments: list[int] = []
     recomputed: dict[int, Equation] = {}
     seen = set(residuals)
     stack = list(residuals)
     while stack:
         value = stack.pop()
-        decision = decisions[value]
-        if not isinstance(decision, Recompute):
-            item = _describe(program, value, producers.get(value), decision, codec)
-            is_packed = value in packed and item.codec is None
-            kept.append(dataclasses.replace(item, is_packed=is_packed))
+        if not isinstance(decisions[value], Recompute):
+            kept.append(value)
             continue
         if value < program.num_arguments:
             arguments.append(value)
@@ -153,19 +155,54 @@ def make_plan(
         new = [v for v in equation.input_values if v not in seen]
         seen.update(new)
         stack.extend(new)
-    return Plan(
+    nonlinear = find_nonlinear(
+        recomputed, (v for v in kept if _is_inexact(decisions[v]))
+    )
+    names = _find_names(program)
+    return ProgramPlan(
         program=program,
-        kept=tuple(sorted(kept, key=lambda item: item.value)),
+        kept=tuple(
+            _describe(
+                program,
+                value,
+                producers.get(value),
+                decisions[value],
+                bits.codec(names[value], is_linear=value not in nonlinear),
+                is_linear=value not in nonlinear,
+                is_packed=value in packed,
+            )
+            for value in sorted(kept)
+        ),
         arguments=tuple(sorted(arguments)),
         recomputed=recomputed,
     )
+
+
+def _is_inexact(decision: Decision) -> bool:
+    return isinstance(decision, Compress) and (
+        decision.codec is None or not decision.codec.is_exact
+    )
+
+
+def _find_names(program: Program) -> dict[int, tuple[str, ...]]:
+    """Returns the names of every value: tags first, then its place in the model.
+
+    A tag is also a name of what it is put on.
+    """
+    names: dict[int, tuple[str, ...]] = dict.fromkeys(range(len(program.avals)), ())
+    for eqn in program.forward:
+        names.update(dict.fromkeys(eqn.outputs, names_of_place(eqn.place)))
+    for eqn in reversed(program.forward):
+        if eqn.tag is not None:
+            for value in (*eqn.input_values, *eqn.outputs):
+                names[value] = (eqn.tag, *names[value])
+    return names
 
 
 def _decide(
     program: Program,
     wanted: tuple[int, ...],
     policy: AbstractPolicy,
-    codec: AbstractCodec,
     *,
     activations: Container[int],
     packed: Container[int],
@@ -203,17 +240,29 @@ def _decide(
         if isinstance(decision, Recompute):
             sources[value] = reached
         else:
-            inexact = (
-                isinstance(decision, Compress)
-                and not (decision.codec or codec).is_exact
-            )
+            inexact = _is_inexact(decision)
             sources[value] = frozenset({value}) if inexact else frozenset()
+
+    names = _find_names(program)
+
+    def describe(value: int, primitive: str, **found: Any) -> Residual:
+        aval = program.avals[value]
+        return Residual(
+            shape=tuple(aval.shape),
+            dtype=aval.dtype,
+            primitive=primitive,
+            steers=value in steering,
+            copies=iterations,
+            names=names[value],
+            program=program.fingerprint,
+            number=value,
+            **found,
+        )
 
     for value in range(program.num_arguments):
         if value in activations:
-            aval = program.avals[value]
-            argument = _residual(
-                aval, "argument", iterations, known=False, steers=value in steering
+            argument = describe(
+                value, "argument", known=False, reduced_from=0, sources=0
             )
             settle(value, argument, frozenset())
         else:
@@ -222,54 +271,30 @@ def _decide(
             sources[value] = frozenset()
 
     for eqn in live_equations(program.forward, wanted):
-        cheap = is_cheap(eqn.primitive)
         inputs = eqn.input_values
         reached = frozenset().union(*(sources[v] for v in inputs))
-        all_known = cheap and all(known[v] for v in inputs)
-        largest = max(eqn.operand_sizes, default=0)
+        all_known = is_cheap(eqn.primitive) and all(known[v] for v in inputs)
         for value in eqn.outputs:
-            aval = program.avals[value]
-            residual = _residual(
-                aval,
+            residual = describe(
+                value,
                 eqn.primitive,
-                iterations,
                 known=all_known,
-                reduced_from=largest,
+                reduced_from=max(eqn.operand_sizes, default=0),
                 sources=len(reached),
-                steers=value in steering,
             )
             settle(value, residual, reached)
     return decisions
-
-
-def _residual(
-    aval: Any,
-    primitive: str,
-    copies: int,
-    *,
-    known: bool,
-    steers: bool,
-    reduced_from: int = 0,
-    sources: int = 0,
-) -> Residual:
-    return Residual(
-        shape=tuple(aval.shape),
-        dtype=aval.dtype,
-        primitive=primitive,
-        reduced_from=reduced_from,
-        known=known,
-        sources=sources,
-        steers=steers,
-        copies=copies,
-    )
 
 
 def _describe(
     program: Program,
     value: int,
     producer: Equation | None,
-    decision: Save | Compress,
+    decision: Decision,
     default: AbstractCodec,
+    *,
+    is_linear: bool,
+    is_packed: bool,
 ) -> Kept:
     aval = program.avals[value]
     codec = None
@@ -277,12 +302,15 @@ def _describe(
         codec = default if decision.codec is None else decision.codec
         codec.check(jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype)))
     return Kept(
+        program=program.fingerprint,
         value=value,
         shape=tuple(aval.shape),
         dtype=aval.dtype,
         codec=codec,
-        name="" if producer is None else producer.name_stack,
+        name="" if producer is None else producer.place,
         primitive="argument" if producer is None else producer.primitive,
         source="" if producer is None else producer.source,
+        is_linear=is_linear,
+        is_packed=is_packed and codec is None,
         sharding=getattr(aval, "sharding", None),
     )

@@ -58,8 +58,21 @@ _REDUCING = frozenset(
     ]
 )
 
+_PRODUCTS = frozenset(["conv_general_dilated", "dot_general", "ragged_dot_general"])
+
 _CONTINUOUS = _ELEMENTWISE | _REARRANGING | _PLACING | _REDUCING
 _CHEAP = _CONTINUOUS | _AMPLIFYING | _DISCONTINUOUS
+
+_LINEAR_IN_ALL = (
+    _REARRANGING
+    | _PLACING
+    | {
+        *("add", "add_any", "conj", "convert_element_type", "copy", "copy_p", "cumsum"),
+        *("imag", "mul", "neg", "real", "reduce_precision", "reduce_sum"),
+        *("reduce_window_sum", "stop_gradient", "sub"),
+    }
+)
+_LINEAR_IN_FIRST = frozenset(["div"])
 
 _VALUE_KEEPING = _PLACING | {
     *("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape")
@@ -78,9 +91,26 @@ def is_cheap(primitive: str) -> bool:
     return primitive in _CHEAP
 
 
+def is_product(primitive: str) -> bool:
+    """Returns whether an operation is a matrix product or a convolution."""
+    return primitive in _PRODUCTS
+
+
 def is_continuous(primitive: str) -> bool:
     """Returns whether a small error of an operand stays small in a floating result."""
     return primitive in _CONTINUOUS
+
+
+def linear_operands(primitive: str, num_operands: int) -> range:
+    """Returns the operands in which an operation is linear, if the others are exact.
+
+    For `mul` both: each is, as long as the other is not a function of it.
+    """
+    if primitive in _LINEAR_IN_ALL:
+        return range(num_operands)
+    if primitive in _LINEAR_IN_FIRST:
+        return range(1)
+    return range(1, num_operands) if primitive == "select_n" else range(0)
 
 
 def keeps_values(primitive: str) -> bool:

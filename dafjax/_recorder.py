@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import final
 
-from dafjax._plan import Plan
+from dafjax._plan import ProgramPlan
 
 
 @final
@@ -21,9 +21,9 @@ class PlanRecorder:
     _NUMBERS = itertools.count()
 
     def __init__(self) -> None:
-        self.plans: dict[str, Plan] = {}
+        self.plans: dict[str, ProgramPlan] = {}
 
-    def name(self, plan: Plan) -> str:
+    def name(self, plan: ProgramPlan) -> str:
         """Returns the name for one more forward pass of a plan."""
         name = f"dafjax_forward_{next(self._NUMBERS)}"
         self.plans[name] = plan

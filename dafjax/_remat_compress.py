@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
@@ -11,23 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from dafjax._bits import AnyBits, Bits, as_bits, matches
 from dafjax._call import StaticArguments, bind, positions, run
 from dafjax._derivative import Options, with_compressed_residuals
-from dafjax._graph import trace, trace_context
+from dafjax._graph import ClosedJaxpr, names_in, trace, trace_context
 from dafjax._passes import Ties
-from dafjax.codecs import Affine
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from dafjax.stores import AbstractStore, Arrays
-
-
-_BITS = (1, 2, 3, 4, 8)
 
 
 def remat_compress(
     fun: Callable[..., Any] | None = None,
     *,
     policy: AbstractPolicy | None = None,
-    bits: int | None = 2,
+    bits: AnyBits | None = 2,
     store: AbstractStore | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -51,8 +49,11 @@ def remat_compress(
         fun: The function. Its arguments and results are pytrees of arrays.
         policy: What becomes of each residual. `None`:
             `dafjax.policies.CompressExpensive()`.
-        bits: Bits of a code: 1, 2, 3, 4 or 8. `None` turns dafjax off: `fun` comes back
-            as it is, gradients included.
+        bits: Bits of a code: 1, 2, 3, 4 or 8; residuals that enter gradients in a way
+            that is not linear get twice as many. Or `"safe"` (4, 8), `"balanced"` (2,
+            4; the default) or `"tight"` (2, 2); or bits by name, as
+            `{"attention*": 4}`; or `dafjax.Bits(...)`, which explains them. `None`
+            turns dafjax off: `fun` comes back as it is, gradients included.
         store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
         static_argnums: Positions of arguments that are not arrays, hashable.
         static_argnames: Names of keyword arguments that are not arrays, hashable.
@@ -69,6 +70,9 @@ def remat_compress(
     Raises:
         TypeError: An option or an argument of the function has a wrong type.
         ValueError: An option has a value outside its set.
+
+    Warns:
+        UserWarning: A pattern of `bits` matches no name in the function.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
@@ -96,14 +100,13 @@ def remat_compress(
             f"`remat_compress(fun)` must be given a function, but got `{fun!r}`. Wrap "
             "the function, then call the result: `remat_compress(f)(x)`."
         )
-    codec = _checked_codec(bits)
     options = Options(
         policy=_checked_policy(policy),
-        codec=Affine() if codec is None else codec,
+        bits=Bits() if bits is None else as_bits(bits, "remat_compress(bits=...)"),
         store=_checked_store(store),
         ties=Ties(),
     )
-    if codec is None:
+    if bits is None:
         return fun
     return _wrap(
         fun,
@@ -205,10 +208,33 @@ def _trace(
         return run(fun, static, *jax.tree.unflatten(structure, leaves))
 
     closed, consts, out_structure = trace(flat, leaves)
+    _warn_of_names_not_found(options.bits, closed)
     function = with_compressed_residuals(
         closed, options, tuple(len(consts) + number for number in activations)
     )
     return _Traced(function, consts, out_structure)
+
+
+def _warn_of_names_not_found(bits: Bits, closed: ClosedJaxpr) -> None:
+    if not bits.patterns:
+        return
+    names = sorted(names_in(closed))
+    for pattern in bits.patterns:
+        if not matches(pattern, names):
+            warnings.warn(
+                f"`remat_compress(bits=...)`: no name in the function matches "
+                f"{pattern!r}. There are {_some(names)}. Names are given by "
+                "`jax.ad_checkpoint.checkpoint_name`, `jax.named_scope` and Flax.",
+                stacklevel=2,
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_MOST_SHOWN]) or "none"
+    return shown + (", ..." if len(names) > _MOST_SHOWN else "")
+
+
+_MOST_SHOWN = 20
 
 
 def _checked_policy(policy: Any) -> AbstractPolicy:
@@ -223,22 +249,6 @@ def _checked_policy(policy: Any) -> AbstractPolicy:
             "`jax.checkpoint` are not accepted."
         )
     return policy
-
-
-def _checked_codec(bits: Any) -> Affine | None:
-    if bits is None:
-        return None
-    if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)):
-        raise TypeError(
-            f"`remat_compress(bits=...)` must be None or one of {_BITS}, but got "
-            f"`{bits!r}` of type `{type(bits).__name__}`."
-        )
-    if bits not in _BITS:
-        raise ValueError(
-            f"`remat_compress(bits=...)` must be None or one of {_BITS}, but got "
-            f"{bits}."
-        )
-    return Affine(bits=int(bits))
 
 
 def _checked_store(store: Any) -> AbstractStore:

@@ -1,6 +1,8 @@
 """A function's forward and backward programs, over one numbering of their values."""
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -52,6 +54,15 @@ class Program:
     gradients: tuple[Atom, ...]
     perturbed: tuple[bool, ...]
     differentiable: tuple[bool, ...]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Sixteen digits that tell this program from others."""
+        lines = [str(aval) for aval in self.avals]
+        for eqn in (*self.forward, *self.backward):
+            lines.append(f"{eqn.primitive} {eqn.input_values} {eqn.outputs}")
+        lines.append(f"{self.perturbed} {values_of(self.results)}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def nbytes(self, value: int) -> int:
         """Returns the bytes of a value; 0 for dtypes without a size, such as keys."""

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sequence
 from typing import final
 
 from dafjax._graph import Atom, Equation, values_of
-from dafjax._plan import Plan
+from dafjax._plan import ProgramPlan
 from dafjax._primitives import is_cheap, rearranges_operands
 from dafjax._residuals import Program
 
@@ -92,7 +92,7 @@ class Step:
 _SMALL_NBYTES = 16 * 1024
 
 
-def schedule_backward(plan: Plan) -> tuple[Step, ...]:
+def schedule_backward(plan: ProgramPlan) -> tuple[Step, ...]:
     """Orders the backward pass of a plan.
 
     Args:
@@ -111,7 +111,7 @@ def schedule_backward(plan: Plan) -> tuple[Step, ...]:
 class _Builder:
     """Follows the backward pass without running it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ProgramPlan) -> None:
         program = plan.program
         self._program = program
         self._compressed = {k.value for k in plan.kept if k.codec is not None}

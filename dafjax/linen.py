@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 import jax
 
 from dafjax import _remat_compress
+from dafjax._bits import AnyBits
 from dafjax.policies import AbstractPolicy
 from dafjax.stores import AbstractStore
 
@@ -28,7 +29,7 @@ def remat_compress(
     target: Target,
     *,
     policy: AbstractPolicy | None = None,
-    bits: int | None = 2,
+    bits: AnyBits | None = 2,
     store: AbstractStore | None = None,
     variables: CollectionFilter = True,
     rngs: PRNGSequenceFilter = True,
@@ -53,7 +54,7 @@ def remat_compress(
         target: A class of modules, or a function whose first argument is a module.
         policy: What becomes of each residual. `None`:
             `dafjax.policies.CompressExpensive()`.
-        bits: Bits of a code: 1, 2, 3, 4 or 8. `None` turns dafjax off.
+        bits: As in `dafjax.remat_compress`. `None` turns dafjax off.
         store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
         variables: Collections of variables that the target may use. By default all.
         rngs: Random streams that the target may use. By default all.

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from dafjax import _remat_compress
+from dafjax._bits import AnyBits
 from dafjax.policies import AbstractPolicy
 from dafjax.stores import AbstractStore
 
@@ -24,7 +25,7 @@ def remat_compress(
     f: Callable[..., Any] | None = None,
     *,
     policy: AbstractPolicy | None = None,
-    bits: int | None = 2,
+    bits: AnyBits | None = 2,
     store: AbstractStore | None = None,
     static_argnums: int | Sequence[int] = (),
     activation_argnums: int | Sequence[int] | None = None,
@@ -48,7 +49,7 @@ def remat_compress(
             objects; its results are pytrees of arrays.
         policy: What becomes of each residual. `None`:
             `dafjax.policies.CompressExpensive()`.
-        bits: Bits of a code: 1, 2, 3, 4 or 8. `None` turns dafjax off.
+        bits: As in `dafjax.remat_compress`. `None` turns dafjax off.
         store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
         static_argnums: Positions of arguments that are not arrays, hashable. In a
             method `self` counts.

@@ -6,7 +6,8 @@ from typing import TypeAlias, final
 
 import jax.numpy as jnp
 
-from dafjax._primitives import is_cheap, is_continuous
+from dafjax._bits import matches
+from dafjax._primitives import is_cheap, is_continuous, is_product
 from dafjax.codecs import AbstractCodec, Bitmask
 
 
@@ -55,6 +56,10 @@ class Residual:
         steers: Whether it enters a cotangent that meets other residuals, and not only
         the gradients of arguments.
         copies: How many of it wait at the same time: one for each iteration of a loop.
+        names: What `jax.ad_checkpoint.checkpoint_name` calls it, its place in the
+            model, and the parts of that between slashes.
+        program: The fingerprint of the traced function it is made in.
+        number: Its number there.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +70,9 @@ class Residual:
     sources: int
     steers: bool = True
     copies: int = 1
+    names: tuple[str, ...] = ()
+    program: str = ""
+    number: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -198,3 +206,74 @@ class SaveAll(AbstractPolicy):
 
     def __call__(self, residual: Residual) -> Decision:
         return Recompute() if residual.known else Save()
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class CompressDots(AbstractPolicy):
+    """Keeps the outputs of matrix products and convolutions, recomputes the rest.
+
+    The counterpart of `jax.checkpoint_policies.dots_saveable`: one rule, without the
+    care of `CompressExpensive` for statistics, masks and chains. Recomputed masks can
+    flip and recomputed statistics are off by the noise of the codes.
+
+    Attributes:
+        codec: How floating-point values are packed. `None`: by the `bits` of
+            `remat_compress`. Others are saved as they are.
+    """
+
+    codec: AbstractCodec | None = None
+
+    def __call__(self, residual: Residual) -> Decision:
+        if residual.known or not is_product(residual.primitive):
+            return Recompute()
+        return Compress(self.codec) if residual.is_floating else Save()
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class CompressNames(AbstractPolicy):
+    """Keeps values of some names in codes, recomputes everything else.
+
+    The counterpart of `jax.checkpoint_policies.save_only_these_names`. Everything else
+    is recomputed from arguments and from these, products included, as in
+    `jax.checkpoint`; the names decide how much that is.
+
+    Attributes:
+        names: Names that `jax.ad_checkpoint.checkpoint_name` gave, or patterns of them
+            or of places in the model, as in `dafjax.Bits`. Or one of these.
+        codec: How floating-point values are packed. `None`: by the `bits` of
+            `remat_compress`. Booleans are kept as bits, others as they are.
+
+    Example:
+        >>> import dafjax, jax, jax.numpy as jnp
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> def loss(w, x):
+        ...     for _ in range(3):
+        ...         x = checkpoint_name(jnp.sin(x @ w), "block")
+        ...     return jnp.sum(x)
+        >>> policy = dafjax.policies.CompressNames(("block",))
+        >>> w, x = jnp.ones((256, 256)), jnp.ones((256, 256))
+        >>> f = dafjax.remat_compress(loss, policy=policy)
+        >>> len(dafjax.saved_residuals(f, w, x).kept)
+        2
+    """
+
+    names: tuple[str, ...] | str
+    codec: AbstractCodec | None = None
+
+    def __post_init__(self) -> None:
+        names = (self.names,) if isinstance(self.names, str) else tuple(self.names)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                "`CompressNames(names)` must be a string or strings, but got "
+                f"`{self.names!r}`."
+            )
+        object.__setattr__(self, "names", names)
+
+    def __call__(self, residual: Residual) -> Decision:
+        if residual.known or not any(matches(n, residual.names) for n in self.names):
+            return Recompute()
+        if residual.is_floating:
+            return Compress(self.codec)
+        return Compress(Bitmask()) if residual.dtype == jnp.bool_ else Save()

@@ -1,29 +1,115 @@
-"""What wrapped functions keep for the backward pass, as a table."""
+"""What wrapped functions keep for the backward pass: a plan, as a table and a file."""
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterator
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 
 from dafjax._graph import count_calls, trace
 from dafjax._plan import Kept
 from dafjax._recorder import record_plans
+from dafjax.codecs import Affine, Bitmask
+from dafjax.policies import (
+    AbstractPolicy,
+    Compress,
+    Decision,
+    Recompute,
+    Residual,
+    Save,
+)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class SavedResiduals:
+class Plan(AbstractPolicy):
     """What is kept of the functions that `remat_compress` wraps.
+
+    Made by `saved_residuals`; prints as a table. A plan is also a policy: what it was
+    made of, wrapped with it, keeps the same values in the same codes, whatever the
+    options or the version of dafjax would choose by themselves.
 
     Attributes:
         kept: The values that wait for the backward pass.
         counts: How often each of them is kept: once for each iteration of a `scan`.
+        spare: The same of functions that JAX traced on its way to the gradient, and
+            that are no part of it. They are traced again where the plan is followed.
+        programs: The fingerprints of all traced functions.
+
+    Example:
+        >>> import dafjax, jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.sin(x @ w))
+        >>> w, x = jnp.ones((256, 256)), jnp.ones((256, 256))
+        >>> plan = dafjax.saved_residuals(dafjax.remat_compress(loss), w, x)
+        >>> planned = dafjax.remat_compress(loss, policy=plan)
+        >>> dafjax.saved_residuals(planned, w, x) == plan
+        True
     """
 
     kept: tuple[Kept, ...]
     counts: tuple[int, ...]
+    spare: tuple[Kept, ...]
+    programs: tuple[str, ...]
+
+    def __call__(self, residual: Residual) -> Decision:
+        if residual.program not in self.programs:
+            raise ValueError(
+                f"`policy=` is a plan of {len(self.programs)} functions, but none "
+                "of them is the one that is differentiated here: other shapes, other "
+                "arguments that are differentiated, another version of JAX, or another "
+                "function. Make the plan with `dafjax.saved_residuals` from the same "
+                "call."
+            )
+        return self._decisions.get((residual.program, residual.number), Recompute())
+
+    @functools.cached_property
+    def _decisions(self) -> dict[tuple[str, int], Decision]:
+        return {
+            (item.program, item.value): (
+                Save() if item.codec is None else Compress(item.codec)
+            )
+            for item in (*self.kept, *self.spare)
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a JSON file."""
+        content = {
+            "format": _FORMAT,
+            "programs": self.programs,
+            "kept": [{**_to_json(item), "count": n} for item, n in self._counted()],
+            "spare": [_to_json(item) for item in self.spare],
+        }
+        text = json.dumps(content, indent=1)
+        pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: The file is not a plan.
+        """
+        try:
+            content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+            if content["format"] != _FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
+            return cls(
+                kept=tuple(map(_from_json, content["kept"])),
+                counts=tuple(int(row["count"]) for row in content["kept"]),
+                spare=tuple(map(_from_json, content["spare"])),
+                programs=tuple(map(str, content["programs"])),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"`Plan.load`: `{path}` is not a plan that `Plan.save` wrote: "
+                f"{type(error).__name__}: {error}."
+            ) from error
 
     @property
     def raw_nbytes(self) -> int:
@@ -63,9 +149,7 @@ class SavedResiduals:
         )
 
 
-def saved_residuals(
-    fun: Callable[..., Any], *args: Any, **kwargs: Any
-) -> SavedResiduals:
+def saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """Lists what wrapped functions keep when a function is differentiated.
 
     Nothing is computed. Every argument counts as differentiated; close over those that
@@ -88,7 +172,7 @@ def saved_residuals(
         >>> f = dafjax.remat_compress(lambda w, x: jnp.sum(jnp.sin(x @ w)))
         >>> w, x = jnp.ones((256, 256)), jnp.ones((256, 256))
         >>> dafjax.saved_residuals(lambda w: f(w, x), w).stored_nbytes
-        17408
+        33792
     """
 
     def differentiated(args: Any, kwargs: Any) -> Any:
@@ -102,21 +186,27 @@ def saved_residuals(
             leaves,
         )
     calls = count_calls(closed)
-    plans = {name: plan for name, plan in recorder.plans.items() if calls[name]}
-    if not plans:
+    if not any(calls[name] for name in recorder.plans):
         raise ValueError(
             f"`saved_residuals(fun)`: `{getattr(fun, '__name__', fun)!s}` calls no "
             "function wrapped by `remat_compress` (or one with `bits=None`). Wrap it "
             "first: `saved_residuals(remat_compress(fun), *args)`."
         )
-    counted = [
-        (k, calls[name])
-        for name, plan in plans.items()
-        for k in plan.kept
-        if not k.is_packed
-    ]
-    return SavedResiduals(
-        kept=tuple(kept for kept, _ in counted), counts=tuple(n for _, n in counted)
+    counted: list[tuple[Kept, int]] = []
+    spare: list[Kept] = []
+    for name, plan in recorder.plans.items():
+        for item in plan.kept:
+            if item.is_packed:
+                continue
+            if calls[name]:
+                counted.append((item, calls[name]))
+            else:
+                spare.append(item)
+    return Plan(
+        kept=tuple(item for item, _ in counted),
+        counts=tuple(n for _, n in counted),
+        spare=tuple(spare),
+        programs=tuple(plan.program.fingerprint for plan in recorder.plans.values()),
     )
 
 
@@ -137,6 +227,55 @@ def print_saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) ->
     print(saved_residuals(fun, *args, **kwargs))
 
 
+_FORMAT = 1
+_AS_THEY_ARE = (
+    *("program", "value", "name", "primitive", "source", "is_linear", "is_packed"),
+)
+# Codecs by the name they have in a file.
+_CODECS: dict[str, type[Affine | Bitmask]] = {"Affine": Affine, "Bitmask": Bitmask}
+
+
+def _to_json(item: Kept) -> dict[str, Any]:
+    codec = None
+    if item.codec is not None:
+        name = type(item.codec).__name__
+        if not isinstance(item.codec, Affine | Bitmask):
+            raise TypeError(
+                f"`Plan.save` writes plans with the codecs {', '.join(_CODECS)}, but "
+                f"got `{item.codec!r}`."
+            )
+        codec = {"name": name, **dataclasses.asdict(item.codec)}
+    return {
+        **{name: getattr(item, name) for name in _AS_THEY_ARE},
+        "shape": item.shape,
+        "dtype": str(item.dtype),
+        "codec": codec,
+    }
+
+
+def _from_json(row: Mapping[str, Any]) -> Kept:
+    options = row["codec"]
+    codec = None
+    if options is not None:
+        codec = _CODECS[options["name"]](
+            **{name: value for name, value in options.items() if name != "name"}
+        )
+    return Kept(
+        **{name: row[name] for name in _AS_THEY_ARE},
+        shape=tuple(row["shape"]),
+        dtype=_dtype(row["dtype"]),
+        codec=codec,
+    )
+
+
+def _dtype(name: str) -> Any:
+    """Returns a dtype of its name; of a random key the name, for there is no other."""
+    try:
+        return jnp.dtype(name)
+    except TypeError:
+        return name
+
+
 def _row(item: Kept, count: int) -> tuple[str, ...]:
     dtype = getattr(item.dtype, "name", str(item.dtype))
     times = "" if count == 1 else f" x {count}"
@@ -152,11 +291,7 @@ def _row(item: Kept, count: int) -> tuple[str, ...]:
 
 
 def _place(item: Kept) -> str:
-    """Returns the place in the model, without the names of transformations."""
-    name = item.name
-    while (plain := re.sub(r"\b\w+\(([^()]*)\)", r"\1", name)) != name:
-        name = plain
-    return "/".join(part for part in (*name.split("/"), item.primitive) if part)
+    return "/".join(part for part in (item.name, item.primitive) if part)
 
 
 def _readable(nbytes: int) -> str:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dafjax._bits import Bits
 from dafjax._plan import make_plan
 from dafjax._residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
@@ -17,7 +18,7 @@ def plan_of(f, *arguments, policy=None, perturbed=None, activations=()):
     return make_plan(
         differentiate(closed, perturbed or [True] * len(leaves)),
         policy=policy or CompressExpensive(min_nbytes=256),
-        codec=Affine(bits=2),
+        bits=Bits(2),
         activations=activations,
     )
 

@@ -1,17 +1,23 @@
-"""Decisions about residuals, without running anything."""
+"""Decisions about residuals, and gradients with them."""
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
+import dafjax
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import (
     Compress,
+    CompressDots,
     CompressExpensive,
+    CompressNames,
     Recompute,
     Residual,
     Save,
     SaveAll,
 )
+from tests.helpers import relative_error
 
 
 def residual(
@@ -107,3 +113,36 @@ def test_policies_are_hashable_data():
 def test_a_bad_option_is_named_with_its_value(options, error, message):
     with pytest.raises(error, match=message):
         CompressExpensive(**options)
+
+
+def tagged_loss(w, x):
+    for _ in range(4):
+        x = checkpoint_name(jnp.tanh(x @ w + 1), "block")
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "primitives"),
+    [
+        (CompressDots(), {"dot_general"}),
+        (CompressNames("block"), {"tanh", "name"}),
+        (CompressNames(("nothing", "bl*")), {"tanh", "name"}),
+        (SaveAll(), None),
+    ],
+)
+def test_a_policy_keeps_what_it_says_and_gradients_are_right(policy, primitives, key):
+    w, x = 0.1 * jax.random.normal(key, (128, 128)), jnp.ones((256, 128))
+    wrapped = dafjax.remat_compress(tagged_loss, policy=policy, bits=8)
+    error = relative_error(
+        jax.jit(jax.grad(wrapped))(w, x), jax.grad(tagged_loss)(w, x)
+    )
+    assert error < 0.02
+    if primitives is not None:
+        plan = dafjax.saved_residuals(wrapped, w, x)
+        assert {item.primitive for item in plan.kept} <= primitives
+        assert len(plan.kept) >= 3
+
+
+def test_names_must_be_strings():
+    with pytest.raises(TypeError, match=r"CompressNames\(names\).*strings.*`\(1,\)`"):
+        CompressNames((1,))

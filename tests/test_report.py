@@ -95,14 +95,14 @@ def test_the_printed_table_has_place_decision_bytes_and_source(key, capsys):
     for part in (
         "head/dot_general",
         "float32[256,256]",
-        "compress Affine(bits=2",
+        "compress Affine(bits=4",
         "256.0 KiB",
-        "17.0 KiB",
+        "33.0 KiB",
         "test_report.py",
     ):
         assert part in line
     assert "1 residuals" in total
-    assert "15.1x smaller" in total
+    assert "7.8x smaller" in total
 
 
 def test_a_function_that_wraps_nothing_is_named():

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dafjax._bits import Bits
 from dafjax._plan import make_plan
 from dafjax._primitives import is_cheap
 from dafjax._residuals import differentiate
 from dafjax._schedule import Unpacking, schedule_backward
-from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive
 from tests import networks
 
@@ -24,7 +24,7 @@ def plan(key):
     return make_plan(
         differentiate(jax.make_jaxpr(loss)(*leaves), [True] * len(leaves)),
         policy=CompressExpensive(min_nbytes=256),
-        codec=Affine(),
+        bits=Bits(),
     )
 
 
@@ -95,7 +95,7 @@ def test_a_large_argument_does_not_go_through_ties(plan):
 def test_a_backward_pass_without_compressed_residuals_has_no_stretch():
     closed = jax.make_jaxpr(lambda x: jnp.sum(x * 2.0))(jnp.ones(3))
     plan = make_plan(
-        differentiate(closed, [True]), policy=CompressExpensive(), codec=Affine()
+        differentiate(closed, [True]), policy=CompressExpensive(), bits=Bits()
     )
     assert not any(step.begins for step in schedule_backward(plan))
 

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dafjax.stores import Arrays
+import dafjax
+from dafjax.stores import Arrays, Host
+from tests import networks
 
 
-ALL_STORES = (Arrays(),)
+ALL_STORES = (Arrays(), Host())
 
 
 @pytest.mark.parametrize("store", ALL_STORES, ids=repr)
@@ -38,3 +40,19 @@ def test_a_handle_can_be_stacked_by_scan(store):
 def test_stores_are_hashable_data(store):
     assert hash(store) == hash(type(store)())
     assert store == type(store)()
+
+
+@pytest.mark.parametrize("store", ALL_STORES, ids=repr)
+def test_gradients_do_not_depend_on_the_store(store, key):
+    p, x = networks.conv_example(key, depth=2)
+    want = jax.grad(dafjax.remat_compress(networks.conv_loss))(p, x)
+    got = jax.jit(jax.grad(dafjax.remat_compress(networks.conv_loss, store=store)))(
+        p, x
+    )
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_host_s_packed_arrays_are_in_its_memory():
+    jaxpr = jax.make_jaxpr(Host().put)(jnp.ones(3))
+    assert "<host>" in str(jaxpr.out_avals[0])

@@ -2,3 +2,4 @@
 
 from dafjax.stores._abstract import AbstractStore as AbstractStore
 from dafjax.stores._arrays import Arrays as Arrays
+from dafjax.stores._host import Host as Host

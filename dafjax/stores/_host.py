@@ -1,0 +1,35 @@
+"""Arrays in host memory as a store."""
+
+import dataclasses
+from typing import final
+
+import jax
+
+from dafjax._typing import ArrayTree
+from dafjax.stores._abstract import AbstractStore
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Host(AbstractStore):
+    """Keeps packed residuals in the host's memory: offload of few bytes.
+
+    `jax.checkpoint_policies.save_and_offload_only_these_names` moves residuals as they
+    are; this moves their codes, at 2 bits 15 times fewer bytes each way. On CPUs, where
+    the host's memory is the device's, the same program runs and nothing is gained.
+
+    Example:
+        >>> import dafjax, jax, jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.sin(x @ w))
+        >>> w, x = jnp.ones((256, 256)), jnp.ones((256, 256))
+        >>> offloaded = dafjax.remat_compress(loss, store=dafjax.stores.Host())
+        >>> jax.jit(jax.grad(offloaded))(w, x).shape
+        (256, 256)
+    """
+
+    def put(self, packed: ArrayTree) -> ArrayTree:
+        return jax.device_put(packed, jax.memory.Space.Host)
+
+    def get(self, handle: ArrayTree) -> ArrayTree:
+        return jax.device_put(handle, jax.memory.Space.Device)
