@@ -1,6 +1,12 @@
 """Training with residuals in a few bits: `remat_compress`, like `jax.checkpoint`."""
 
 from dafjax import codecs as codecs, policies as policies, stores as stores
+from dafjax._estimate import (
+    Estimate as Estimate,
+    StepMemory as StepMemory,
+    estimate as estimate,
+)
+from dafjax._fit_batch import FittedBatch as FittedBatch, fit_batch as fit_batch
 from dafjax._remat_compress import remat_compress as remat_compress
 from dafjax.report import (
     SavedResiduals as SavedResiduals,

@@ -15,6 +15,7 @@ from dafjax._call import StaticArguments, bind, positions, run
 from dafjax._derivative import Options, with_compressed_residuals
 from dafjax._graph import trace, trace_context
 from dafjax._passes import Ties
+from dafjax._stand_in import current_stand_in
 from dafjax.codecs import Affine
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from dafjax.stores import AbstractStore, Arrays
@@ -131,6 +132,9 @@ def _wrap(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         call = bind(fun, static, args, kwargs)
         leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+        stand_in = current_stand_in()
+        if stand_in is not None:
+            return stand_in(_of_leaves(fun, call.static, structure), leaves)
         activations = call.leaf_numbers(
             positions("activation_argnums", activation_argnums, args)
         )
@@ -201,14 +205,22 @@ def _trace(
     leaves: Sequence[Any],
     activations: tuple[int, ...],
 ) -> _Traced:
-    def flat(*leaves: Any) -> Any:
-        return run(fun, static, *jax.tree.unflatten(structure, leaves))
-
-    closed, consts, out_structure = trace(flat, leaves)
+    closed, consts, out_structure = trace(_of_leaves(fun, static, structure), leaves)
     function = with_compressed_residuals(
         closed, options, tuple(len(consts) + number for number in activations)
     )
     return _Traced(function, consts, out_structure)
+
+
+def _of_leaves(
+    fun: Callable[..., Any],
+    static: tuple[tuple[int | str, Hashable], ...],
+    structure: Any,
+) -> Callable[..., Any]:
+    def flat(*leaves: Any) -> Any:
+        return run(fun, static, *jax.tree.unflatten(structure, leaves))
+
+    return flat
 
 
 def _checked_policy(policy: Any) -> AbstractPolicy:

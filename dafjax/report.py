@@ -8,8 +8,10 @@ from typing import Any, final
 import jax
 
 from dafjax._graph import count_calls, trace
+from dafjax._nbytes import readable
 from dafjax._plan import Kept
 from dafjax._recorder import record_plans
+from dafjax._table import align
 
 
 @final
@@ -47,20 +49,12 @@ class SavedResiduals:
             total,
             "",
             f"{ratio:.1f}x smaller",
-            _readable(self.raw_nbytes),
-            _readable(self.stored_nbytes),
+            readable(self.raw_nbytes),
+            readable(self.stored_nbytes),
             "",
         )
-        table = [header, *rows, summary]
-        widths = [max(len(row[i]) for row in table) for i in range(len(header))]
         right = {header.index("raw"), header.index("stored")}
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if i in right else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in table
-        )
+        return align([header, *rows, summary], right=right)
 
 
 def saved_residuals(
@@ -144,8 +138,8 @@ def _row(item: Kept, count: int) -> tuple[str, ...]:
         _place(item),
         f"{dtype}[{','.join(map(str, item.shape))}]{times}",
         "save" if item.codec is None else f"compress {item.codec}",
-        _readable(item.raw_nbytes * count),
-        _readable(item.stored_nbytes * count),
+        readable(item.raw_nbytes * count),
+        readable(item.stored_nbytes * count),
         # Of an installed package, the part that tells which.
         item.source.rpartition("site-packages/")[2],
     )
@@ -157,15 +151,3 @@ def _place(item: Kept) -> str:
     while (plain := re.sub(r"\b\w+\(([^()]*)\)", r"\1", name)) != name:
         name = plain
     return "/".join(part for part in (*name.split("/"), item.primitive) if part)
-
-
-def _readable(nbytes: int) -> str:
-    """Returns bytes in binary units, with three digits or so."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in ("KiB", "MiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} GiB"
