@@ -107,10 +107,12 @@ def estimate(
     The three are the same step, except that each function that `remat_compress` made
     and the step calls, at whatever depth, is replaced by the function that was wrapped,
     by `jax.checkpoint` of that, or by nothing. (Of wrapped functions inside wrapped
-    ones dafjax heeds the outermost; `jax.checkpoint` is put round all of them.)
+    ones dafjax heeds the outermost; `jax.checkpoint` is put round all of them.) Where a
+    whole loss is wrapped, `jax.checkpoint` saves nothing: to see it at its best, wrap
+    blocks.
 
-    Figures are XLA's, for the device that the step would run on. They are exact where
-    a step is one program; what the process has beside it, XLA cannot know.
+    Figures are XLA's, for the device that the step would run on. What the process has
+    beside the step, XLA cannot know.
 
     Args:
         step: The whole step, differentiation included. A function made by `jax.jit` is
@@ -118,8 +120,7 @@ def estimate(
             given to `jax.jit`.
         *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
         compiler_options: Options for XLA, as in `jax.jit(compiler_options=...)`.
-            Without them `jax.checkpoint` saves little on CPUs in a Python loop of
-            layers.
+            `{"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}` is one.
         **kwargs: Its keyword arguments.
 
     Returns:

@@ -436,7 +436,7 @@ def test_a_limit_is_bytes_or_text(text, nbytes):
         (
             {"method": "remat"},
             ValueError,
-            "'plain', 'checkpoint', 'dafjax', but got `r",
+            "'plain', 'checkpoint', 'dafjax', but got `'remat'`",
         ),
         ({"multiple_of": 0}, ValueError, "`fit_batch(multiple_of=...)` must be at lea"),
         ({"multiple_of": 8.0}, TypeError, "must be an integer, but got `8.0`"),
