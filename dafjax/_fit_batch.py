@@ -170,7 +170,7 @@ def _next_guess(
 ) -> int:
     if len(known) == 1:
         guess = _SECOND * low
-    elif len(known) % 3 == 0:
+    elif len(known) > 2 and len(known) % 3 == 2:
         # Whatever the bytes do, every third time the range is halved, or reaches twice
         # as far: so the search ends.
         guess = (low + high) // 2 if high in known else 2 * low

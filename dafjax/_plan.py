@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dafjax._bodies import reads_packed
 from dafjax._graph import Equation, live_equations
+from dafjax._pooling import Pooling, find_poolings, note_places
 from dafjax._primitives import is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_masks, selection
 from dafjax._residuals import Program
@@ -114,6 +115,10 @@ def make_plan(
     Returns:
         The plan.
     """
+    activations = frozenset(activations)
+    packings = _packings_of_places(program, policy, codec, activations, iterations)
+    pooled = note_places(program, packings)
+    program = pooled.program
     residuals = program.residuals()
     masks = find_masks(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
@@ -123,8 +128,9 @@ def make_plan(
         (*residuals, *masks.values()),
         policy,
         codec,
-        activations=frozenset(activations),
+        activations=activations,
         packed=packed,
+        decided=dict(zip(pooled.places, packings.values(), strict=True)),
         iterations=iterations,
     )
     kept: list[Kept] = []
@@ -143,7 +149,7 @@ def make_plan(
         if value < program.num_arguments:
             arguments.append(value)
             continue
-        equation = producers[value]
+        equation = pooled.picks.get(value, producers[value])
         mask = masks.get(value)
         if mask is not None and not isinstance(decisions[mask], Recompute):
             equation = selection(program, equation, mask)
@@ -167,12 +173,13 @@ def _decide(
     *,
     activations: Container[int],
     packed: Container[int],
+    decided: Mapping[int, Decision],
     iterations: int,
 ) -> dict[int, Decision]:
     """Asks the policy about every value `wanted` could be recomputed from.
 
     Values are asked about in the order in which they are made, so that `known` and
-    `sources` of a value's operands are settled before it.
+    `sources` of a value's operands are settled before it; not those that are `decided`.
     """
     decisions: dict[int, Decision] = {}
     known: dict[int, bool] = {}
@@ -188,7 +195,7 @@ def _decide(
     steering = find_steering(program)
 
     def settle(value: int, residual: Residual, reached: frozenset[int]) -> None:
-        decision = policy(residual)
+        decision = decided.get(value) or policy(residual)
         if (value in exact or value in packed) and not residual.known:
             decision = Save()
         if not isinstance(decision, (Save, Compress, Recompute)):
@@ -238,6 +245,29 @@ def _decide(
             )
             settle(value, residual, reached)
     return decisions
+
+
+def _packings_of_places(
+    program: Program,
+    policy: AbstractPolicy,
+    codec: AbstractCodec,
+    activations: Container[int],
+    iterations: int,
+) -> dict[Pooling, Decision]:
+    """Asks the policy which poolings are to note places: those that it would pack."""
+    packings: dict[Pooling, Decision] = {}
+    for pooling in find_poolings(program, activations):
+        places = _residual(
+            pooling.places,
+            pooling.gradient.primitive,
+            iterations,
+            known=False,
+            steers=False,
+        )
+        decision = policy(places)
+        if isinstance(decision, Compress) and (decision.codec or codec).is_exact:
+            packings[pooling] = decision
+    return packings
 
 
 def _residual(
