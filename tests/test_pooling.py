@@ -26,7 +26,7 @@ WINDOWS = {
         (2, 9, 9, 3),
         (1, 3, 3, 1),
         (1, 2, 2, 1),
-        ((0, 0), (1, 1), (1, 1), (0, 0)),
+        [(0, 0), (1, 1), (1, 1), (0, 0)],
     ),
     "overlapping": ((2, 9, 8, 3), (1, 3, 2, 1), (1, 1, 1, 1), "SAME"),
     "gaps": ((2, 11), (1, 2), (1, 5), "VALID"),
@@ -52,30 +52,39 @@ POOLINGS = {
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", WINDOWS)
-def test_places_give_the_values_and_the_gradient_of_jax(name, values, pooling, rng):
+def test_places_give_the_values_and_the_gradient_of_jax(name, pooling, rng):
     shape, lengths, strides, padding = WINDOWS[name]
     function, initial = POOLINGS[pooling]
 
-    def pool(x):
-        return lax.reduce_window(
-            x, jnp.float32(initial), function, lengths, strides, padding
+    @jax.jit
+    def expected(x, cotangent):
+        pooled, pullback = jax.vjp(
+            lambda x: lax.reduce_window(
+                x, np.float32(initial), function, lengths, strides, padding
+            ),
+            x,
         )
+        return pooled, *pullback(cotangent)
 
-    x = jnp.asarray(VALUES[values](rng, shape), jnp.float32)
-    pooled, pullback = jax.vjp(pool, x)
-    cotangent = jnp.asarray(rng.standard_normal(pooled.shape), jnp.float32)
-    (expected,) = jax.jit(pullback)(cotangent)
+    edges = padding
     if isinstance(padding, str):
-        padding = lax.padtype_to_pads(shape, lengths, strides, padding)
-    windows = Windows(shape, lengths, strides, tuple(padding), pooling)
-    places = jax.jit(windows.find_places)(x)
-    assert places.shape == (windows.num_bits, *pooled.shape)
-    np.testing.assert_array_equal(
-        jax.jit(windows.scatter_to_places)(places, cotangent), expected
-    )
-    np.testing.assert_array_equal(jax.jit(windows.pick_places)(places, x), pooled)
+        edges = lax.padtype_to_pads(shape, lengths, strides, padding)
+    windows = Windows(shape, lengths, strides, tuple(edges), pooling)
+
+    @jax.jit
+    def got(x, cotangent):
+        places = windows.find_places(x)
+        assert places.shape == (windows.num_bits, *cotangent.shape)
+        gradient = windows.scatter_to_places(places, cotangent)
+        return windows.pick_places(places, x), gradient
+
+    pooled = jax.eval_shape(windows.find_places, jnp.zeros(shape)).shape[1:]
+    for values, make in VALUES.items():
+        x = jnp.asarray(make(rng, shape), jnp.float32)
+        cotangent = jnp.asarray(rng.standard_normal(pooled), jnp.float32)
+        for a, b in zip(got(x, cotangent), expected(x, cotangent), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=values)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +180,7 @@ def test_the_gradient_at_two_bits_has_noise_and_no_bias(key):
         )(params, x)
     )
     exact = jax.grad(layers)(params, x)[1][0]
-    num_draws = 64
+    num_draws = 32
     draws = [np.asarray(gradient(jnp.uint32(n))[1][0]) for n in range(num_draws)]
     noise = np.mean([np.linalg.norm(draw - exact) for draw in draws])
     bias = np.linalg.norm(np.mean(draws, axis=0) - exact)
@@ -188,7 +197,7 @@ def test_places_need_less_memory_than_what_is_pooled(key, monkeypatch):
 
     places = temp_nbytes()
     monkeypatch.setattr(_plan, "find_poolings", lambda *_: ())
-    assert places < 0.8 * temp_nbytes()
+    assert places < 0.5 * temp_nbytes()
 
 
 def test_a_policy_that_saves_everything_saves_what_jax_does(key):
