@@ -2,6 +2,12 @@
 
 from dafjax import codecs as codecs, policies as policies, stores as stores
 from dafjax._bits import Bits as Bits
+from dafjax._estimate import (
+    Estimate as Estimate,
+    StepMemory as StepMemory,
+    estimate as estimate,
+)
+from dafjax._fit_batch import FittedBatch as FittedBatch, fit_batch as fit_batch
 from dafjax._remat_compress import remat_compress as remat_compress
 from dafjax.report import (
     Plan as Plan,

@@ -72,8 +72,12 @@ class Equation:
 
     @property
     def primitive(self) -> str:
-        """The primitive's name, for example `"conv_general_dilated"`."""
-        return self.jaxpr.eqns[0].primitive.name
+        """The primitive's name, for example `"conv_general_dilated"`.
+
+        For what `call_equation` has made, the name of the function.
+        """
+        name = self.jaxpr.eqns[0].primitive.name
+        return self.params["name"] if name in ("jit", "pjit") else name
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -249,6 +253,33 @@ def count_calls(closed: ClosedJaxpr) -> collections.Counter[str]:
 def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Runs one equation on arrays or tracers, one for each of `equation.inputs`."""
     return jax.core.eval_jaxpr(equation.jaxpr, (), *operands)
+
+
+def call_equation(
+    function: Callable[..., Any],
+    avals: Sequence[jax.core.ShapedArray],
+    inputs: tuple[Atom, ...],
+    outputs: tuple[int, ...],
+    in_place_of: Equation,
+) -> Equation:
+    """Returns an equation that calls a function, in the place of another equation.
+
+    Args:
+        function: The function, of arrays. Its name stands for that of a primitive.
+        avals: Shape and dtype of its arguments.
+        inputs: The arguments.
+        outputs: The values that it makes.
+        in_place_of: The equation whose place in the model, and in the user's code, the
+            new one takes.
+    """
+    jaxpr = jax.make_jaxpr(jax.jit(function))(*avals).jaxpr
+    (call,) = jaxpr.eqns
+    source_info = in_place_of.jaxpr.eqns[0].source_info
+    return Equation(
+        jaxpr=jaxpr.replace(eqns=[call.replace(source_info=source_info)]),
+        inputs=inputs,
+        outputs=outputs,
+    )
 
 
 def mark_as_wrapped(results: Sequence[Any]) -> list[Any]:

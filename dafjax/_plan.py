@@ -11,6 +11,7 @@ from dafjax._bits import Bits
 from dafjax._bodies import reads_packed
 from dafjax._graph import Equation, live_equations, names_of_place
 from dafjax._linearity import find_nonlinear
+from dafjax._pooling import Pooling, find_poolings, note_places
 from dafjax._primitives import is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_masks, selection
 from dafjax._residuals import Program
@@ -83,6 +84,7 @@ class ProgramPlan:
 
     Attributes:
         program: The function.
+        fingerprint: That of the function before poolings were rewritten.
         kept: What is kept, in the order in which it is made. Everything else that the
             backward pass needs is an argument or recomputed.
         arguments: The arguments that the backward pass reads.
@@ -90,6 +92,7 @@ class ProgramPlan:
     """
 
     program: Program
+    fingerprint: str
     kept: tuple[Kept, ...]
     arguments: tuple[int, ...]
     recomputed: Mapping[int, Equation]
@@ -122,6 +125,11 @@ def make_plan(
     Returns:
         The plan.
     """
+    activations = frozenset(activations)
+    fingerprint = program.fingerprint
+    packings = _packings_of_places(program, policy, activations, iterations)
+    pooled = note_places(program, packings)
+    program = pooled.program
     residuals = program.residuals()
     masks = find_masks(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
@@ -130,8 +138,10 @@ def make_plan(
         program,
         (*residuals, *masks.values()),
         policy,
-        activations=frozenset(activations),
+        fingerprint=fingerprint,
+        activations=activations,
         packed=packed,
+        decided=dict(zip(pooled.places, packings.values(), strict=True)),
         iterations=iterations,
     )
     kept: list[int] = []
@@ -147,7 +157,7 @@ def make_plan(
         if value < program.num_arguments:
             arguments.append(value)
             continue
-        equation = producers[value]
+        equation = pooled.picks.get(value, producers[value])
         mask = masks.get(value)
         if mask is not None and not isinstance(decisions[mask], Recompute):
             equation = selection(program, equation, mask)
@@ -155,15 +165,16 @@ def make_plan(
         new = [v for v in equation.input_values if v not in seen]
         seen.update(new)
         stack.extend(new)
-    nonlinear = find_nonlinear(
-        recomputed, (v for v in kept if _is_inexact(decisions[v]))
-    )
+    inexact = [value for value in kept if _is_inexact(decisions[value])]
+    nonlinear = find_nonlinear(recomputed, inexact)
     names = _find_names(program)
     return ProgramPlan(
         program=program,
+        fingerprint=fingerprint,
         kept=tuple(
             _describe(
-                program,
+                fingerprint,
+                program.avals[value],
                 value,
                 producers.get(value),
                 decisions[value],
@@ -204,14 +215,16 @@ def _decide(
     wanted: tuple[int, ...],
     policy: AbstractPolicy,
     *,
+    fingerprint: str,
     activations: Container[int],
     packed: Container[int],
+    decided: Mapping[int, Decision],
     iterations: int,
 ) -> dict[int, Decision]:
     """Asks the policy about every value `wanted` could be recomputed from.
 
     Values are asked about in the order in which they are made, so that `known` and
-    `sources` of a value's operands are settled before it.
+    `sources` of a value's operands are settled before it; not those that are `decided`.
     """
     decisions: dict[int, Decision] = {}
     known: dict[int, bool] = {}
@@ -227,7 +240,7 @@ def _decide(
     steering = find_steering(program)
 
     def settle(value: int, residual: Residual, reached: frozenset[int]) -> None:
-        decision = policy(residual)
+        decision = decided.get(value) or policy(residual)
         if (value in exact or value in packed) and not residual.known:
             decision = Save()
         if not isinstance(decision, (Save, Compress, Recompute)):
@@ -254,7 +267,7 @@ def _decide(
             steers=value in steering,
             copies=iterations,
             names=names[value],
-            program=program.fingerprint,
+            program=fingerprint,
             number=value,
             **found,
         )
@@ -286,8 +299,37 @@ def _decide(
     return decisions
 
 
-def _describe(
+def _packings_of_places(
     program: Program,
+    policy: AbstractPolicy,
+    activations: Container[int],
+    iterations: int,
+) -> dict[Pooling, Decision]:
+    """Asks the policy which poolings are to note places: those that it would pack."""
+    packings: dict[Pooling, Decision] = {}
+    for pooling in find_poolings(program, activations):
+        places = Residual(
+            shape=pooling.places.shape,
+            dtype=pooling.places.dtype,
+            primitive=pooling.gradient.primitive,
+            reduced_from=0,
+            known=False,
+            sources=0,
+            steers=False,
+            copies=iterations,
+            names=names_of_place(pooling.gradient.place),
+            program=program.fingerprint,
+            number=pooling.value,
+        )
+        decision = policy(places)
+        if isinstance(decision, Compress) and not _is_inexact(decision):
+            packings[pooling] = decision
+    return packings
+
+
+def _describe(
+    fingerprint: str,
+    aval: Any,
     value: int,
     producer: Equation | None,
     decision: Decision,
@@ -296,13 +338,12 @@ def _describe(
     is_linear: bool,
     is_packed: bool,
 ) -> Kept:
-    aval = program.avals[value]
     codec = None
     if isinstance(decision, Compress):
         codec = default if decision.codec is None else decision.codec
         codec.check(jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype)))
     return Kept(
-        program=program.fingerprint,
+        program=fingerprint,
         value=value,
         shape=tuple(aval.shape),
         dtype=aval.dtype,

@@ -73,6 +73,8 @@ _LINEAR_IN_ALL = (
     }
 )
 _LINEAR_IN_FIRST = frozenset(["div"])
+# They choose by what is exact: `pick_places` is in `_pooling.py`.
+_LINEAR_BUT_FIRST = frozenset(["pick_places", "select_n"])
 
 _VALUE_KEEPING = _PLACING | {
     *("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape")
@@ -110,7 +112,7 @@ def linear_operands(primitive: str, num_operands: int) -> range:
         return range(num_operands)
     if primitive in _LINEAR_IN_FIRST:
         return range(1)
-    return range(1, num_operands) if primitive == "select_n" else range(0)
+    return range(1, num_operands) if primitive in _LINEAR_BUT_FIRST else range(0)
 
 
 def keeps_values(primitive: str) -> bool:

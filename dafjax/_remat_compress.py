@@ -17,6 +17,7 @@ from dafjax._call import StaticArguments, bind, positions, run
 from dafjax._derivative import Options, with_compressed_residuals
 from dafjax._graph import ClosedJaxpr, names_in, trace, trace_context
 from dafjax._passes import Ties
+from dafjax._stand_in import current_stand_in
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from dafjax.stores import AbstractStore, Arrays
 
@@ -134,6 +135,9 @@ def _wrap(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         call = bind(fun, static, args, kwargs)
         leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+        stand_in = current_stand_in()
+        if stand_in is not None:
+            return stand_in(_of_leaves(fun, call.static, structure), leaves)
         activations = call.leaf_numbers(
             positions("activation_argnums", activation_argnums, args)
         )
@@ -204,10 +208,7 @@ def _trace(
     leaves: Sequence[Any],
     activations: tuple[int, ...],
 ) -> _Traced:
-    def flat(*leaves: Any) -> Any:
-        return run(fun, static, *jax.tree.unflatten(structure, leaves))
-
-    closed, consts, out_structure = trace(flat, leaves)
+    closed, consts, out_structure = trace(_of_leaves(fun, static, structure), leaves)
     _warn_of_names_not_found(options.bits, closed)
     function = with_compressed_residuals(
         closed, options, tuple(len(consts) + number for number in activations)
@@ -235,6 +236,17 @@ def _some(names: Sequence[str]) -> str:
 
 
 _MOST_SHOWN = 20
+
+
+def _of_leaves(
+    fun: Callable[..., Any],
+    static: tuple[tuple[int | str, Hashable], ...],
+    structure: Any,
+) -> Callable[..., Any]:
+    def flat(*leaves: Any) -> Any:
+        return run(fun, static, *jax.tree.unflatten(structure, leaves))
+
+    return flat
 
 
 def _checked_policy(policy: Any) -> AbstractPolicy:

@@ -131,7 +131,8 @@ class CompressExpensive(AbstractPolicy):
     - Small arrays, and the small results of reductions (the statistics of norms), are
       saved as they are: recomputing statistics from codes costs accuracy
       (a prototype of ResNet-18 on digits lost 2.3 points at 2 bits).
-    - Boolean arrays (comparison masks) are kept as exact bits.
+    - Boolean arrays (comparison masks, the places of maxima in the windows of a
+      pooling) are kept as exact bits.
     - A value whose recomputation would unpack more than `max_sources` compressed
       values, such as the output of a residual connection after another one, is
       compressed itself, so that chains stay short. If it steers (see `Residual`), one

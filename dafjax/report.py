@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from dafjax._graph import count_calls, trace
+from dafjax._nbytes import readable
 from dafjax._plan import Kept
 from dafjax._recorder import record_plans
+from dafjax._table import align
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import (
     AbstractPolicy,
@@ -133,20 +135,12 @@ class Plan(AbstractPolicy):
             total,
             "",
             f"{ratio:.1f}x smaller",
-            _readable(self.raw_nbytes),
-            _readable(self.stored_nbytes),
+            readable(self.raw_nbytes),
+            readable(self.stored_nbytes),
             "",
         )
-        table = [header, *rows, summary]
-        widths = [max(len(row[i]) for row in table) for i in range(len(header))]
         right = {header.index("raw"), header.index("stored")}
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if i in right else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in table
-        )
+        return align([header, *rows, summary], right=right)
 
 
 def saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
@@ -206,7 +200,7 @@ def saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         kept=tuple(item for item, _ in counted),
         counts=tuple(n for _, n in counted),
         spare=tuple(spare),
-        programs=tuple(plan.program.fingerprint for plan in recorder.plans.values()),
+        programs=tuple(plan.fingerprint for plan in recorder.plans.values()),
     )
 
 
@@ -283,8 +277,8 @@ def _row(item: Kept, count: int) -> tuple[str, ...]:
         _place(item),
         f"{dtype}[{','.join(map(str, item.shape))}]{times}",
         "save" if item.codec is None else f"compress {item.codec}",
-        _readable(item.raw_nbytes * count),
-        _readable(item.stored_nbytes * count),
+        readable(item.raw_nbytes * count),
+        readable(item.stored_nbytes * count),
         # Of an installed package, the part that tells which.
         item.source.rpartition("site-packages/")[2],
     )
@@ -292,15 +286,3 @@ def _row(item: Kept, count: int) -> tuple[str, ...]:
 
 def _place(item: Kept) -> str:
     return "/".join(part for part in (item.name, item.primitive) if part)
-
-
-def _readable(nbytes: int) -> str:
-    """Returns bytes in binary units, with three digits or so."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in ("KiB", "MiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} GiB"

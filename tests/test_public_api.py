@@ -18,9 +18,11 @@ def public_names(module):
 def test_the_top_level_has_these_names():
     modules = {"codecs", "policies", "stores", "report"}
     functions = {"remat_compress", "saved_residuals", "print_saved_residuals"}
+    functions |= {"estimate", "fit_batch"}
+    results = {"Bits", "Plan", "Estimate", "StepMemory", "FittedBatch"}
     # These are there where a test has imported them: they need Flax.
     names = public_names(dafjax) - {"linen", "nnx"}
-    assert names == modules | functions | {"Bits", "Plan"}
+    assert names == modules | functions | results
 
 
 MODULES = [

@@ -28,7 +28,16 @@ def looped(params, x):
     return jnp.mean(x**2)
 
 
-LOSSES = [networks.mlp_loss, looped]
+def pooled(params, x):
+    """Two poolings; the first is of what has to be kept whole, for it is sorted."""
+    for n in (0, 1):
+        x = jax.nn.relu(x @ params[n]["w"])
+        x = jax.lax.sort(x) if n == 0 else x
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 1), (2, 1), "VALID")
+    return jnp.mean(x**2)
+
+
+LOSSES = [networks.mlp_loss, looped, pooled]
 every_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 
 

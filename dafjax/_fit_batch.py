@@ -1,0 +1,236 @@
+"""The largest batch whose training step stays under a limit of memory."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from dafjax._estimate import (
+    METHODS,
+    Method,
+    StepMemory,
+    check_step,
+    lower,
+    nothing_wrapped,
+)
+from dafjax._nbytes import parse_nbytes, readable
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class FittedBatch:
+    """The largest batch that was found to fit.
+
+    Attributes:
+        batch: Its size.
+        memory: What the step needs with it.
+        limit_nbytes: What it was allowed.
+        method: What wrapped functions are.
+        tried: All batches compiled, smallest first, with the bytes that they need.
+    """
+
+    batch: int
+    memory: StepMemory
+    limit_nbytes: int
+    method: Method
+    tried: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method}: a batch of {self.batch} needs "
+            f"{readable(self.memory.total_nbytes)} of {readable(self.limit_nbytes)}"
+        )
+
+
+def fit_batch(
+    step: Callable[..., Any],
+    args_of_batch: Callable[[int], tuple[Any, ...]],
+    limit: int | str,
+    *,
+    method: Method = "dafjax",
+    multiple_of: int = 1,
+    max_batch: int = 65536,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> FittedBatch:
+    """Finds the largest batch whose training step fits into memory. Runs nothing.
+
+    What counts is what the step holds while it runs: arguments, temporary arrays, and
+    results that do not take the place of donated arguments
+    (`StepMemory.total_nbytes`). Leave room for the rest of the process.
+
+    The batch that is returned has been compiled and fits; the next multiple has been
+    compiled and does not, unless it exceeds `max_batch`. Bytes grow nearly in
+    proportion to the batch, so that mostly four to seven programs are compiled, never
+    more than `6 * log2(max_batch / multiple_of) + 2`. Where they do not grow steadily,
+    a larger batch may fit as well.
+
+    Args:
+        step: The whole step, differentiation included; as for `dafjax.estimate`.
+        args_of_batch: Gives the arguments of the step for a batch size, as a tuple.
+            Best as `jax.ShapeDtypeStruct`s: it is called with sizes that do not fit.
+        limit: The limit for each device: bytes, or text as `"512MiB"`, `"2GiB"`,
+            `"1.5GB"`.
+        method: What the functions are that `remat_compress` made: `"dafjax"` for what
+            they are, `"plain"`, or `"checkpoint"` for `jax.checkpoint`.
+        multiple_of: Only multiples of this are tried.
+        max_batch: No larger batch is tried.
+        compiler_options: Options for XLA, as in `jax.jit(compiler_options=...)`.
+
+    Returns:
+        The batch, and what the step needs with it.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument has a value outside its set, `step` calls no function
+            that `remat_compress` made, or the smallest batch does not fit.
+
+    Example:
+        >>> import dafjax, jax, jax.numpy as jnp
+        >>> @dafjax.remat_compress
+        ... def loss(w, x):
+        ...     for _ in range(8):
+        ...         x = jnp.tanh(x @ w)
+        ...     return jnp.mean(x)
+        >>> def args_of_batch(n):
+        ...     shapes = (256, 256), (n, 256)
+        ...     return tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+        >>> fitted = dafjax.fit_batch(
+        ...     jax.grad(loss), args_of_batch, "16MiB", multiple_of=64
+        ... )
+        >>> fitted.batch % 64, fitted.memory.total_nbytes <= 16 * 2**20
+        (0, True)
+    """
+    check_step("fit_batch", step)
+    _check_method(method)
+    _check_count("multiple_of", multiple_of, 1)
+    _check_count("max_batch", max_batch, multiple_of)
+    limit_nbytes = parse_nbytes("fit_batch(limit=...)", limit)
+    if (
+        lower("plain", step, _arguments(args_of_batch, multiple_of), {}).num_wrapped
+        == 0
+    ):
+        raise nothing_wrapped("fit_batch", step)
+    memories: dict[int, StepMemory] = {}
+
+    def nbytes_of(count: int) -> int:
+        batch = count * multiple_of
+        arguments = _arguments(args_of_batch, batch)
+        memories[batch] = lower(method, step, arguments, {}).compile(compiler_options)
+        return memories[batch].total_nbytes
+
+    batch = multiple_of * largest_that_fits(
+        nbytes_of, limit_nbytes, max_batch // multiple_of
+    )
+    if batch == 0:
+        raise _too_little(limit_nbytes, method, multiple_of, memories[multiple_of])
+    return FittedBatch(
+        batch=batch,
+        memory=memories[batch],
+        limit_nbytes=limit_nbytes,
+        method=method,
+        tried=tuple((n, memories[n].total_nbytes) for n in sorted(memories)),
+    )
+
+
+def largest_that_fits(
+    nbytes_of: Callable[[int], int], limit_nbytes: int, most: int
+) -> int:
+    """Returns a count that fits, where the next does not or is more than `most`.
+
+    Args:
+        nbytes_of: What a count needs; costly, and nearly linear.
+        limit_nbytes: What is allowed.
+        most: The largest count.
+
+    Returns:
+        The count; 0 if 1 does not fit.
+    """
+    # Invariant: `low` fits; `high` does not, or is out of range.
+    low, high = 0, most + 1
+    known: dict[int, int] = {}
+    guess = 1
+    while True:
+        known[guess] = nbytes_of(guess)
+        if known[guess] <= limit_nbytes:
+            low = guess
+        else:
+            high = guess
+        if high - low <= 1:
+            return low
+        guess = _next_guess(known, low, high, limit_nbytes)
+
+
+# Two points lie far enough apart to tell the bytes of a batch from those of parameters.
+_SECOND = 8
+# So many times farther a line through two points is trusted.
+_FARTHEST = 32
+
+
+def _next_guess(
+    known: Mapping[int, int], low: int, high: int, limit_nbytes: int
+) -> int:
+    if len(known) == 1:
+        guess = _SECOND * low
+    elif len(known) > 2 and len(known) % 3 == 2:
+        # Whatever the bytes do, every third time the range is halved, or reaches twice
+        # as far: so the search ends.
+        guess = (low + high) // 2 if high in known else 2 * low
+    else:
+        other = high if high in known else max(n for n in known if n < low)
+        slope = (known[other] - known[low]) / (other - low)
+        room = limit_nbytes - known[low]
+        guess = _FARTHEST * low
+        if room < slope * (guess - low):
+            guess = low + int(room / slope)
+    return min(max(guess, low + 1), high - 1)
+
+
+def _arguments(args_of_batch: Any, batch: int) -> tuple[Any, ...]:
+    if not callable(args_of_batch):
+        raise TypeError(
+            "`fit_batch(args_of_batch=...)` must be a function from a batch size to "
+            f"the arguments of the step, but got `{args_of_batch!r}`."
+        )
+    arguments = args_of_batch(batch)
+    if not isinstance(arguments, tuple):
+        raise TypeError(
+            f"`fit_batch(args_of_batch=...)` must return a tuple of arguments, but "
+            f"`args_of_batch({batch})` returned a `{type(arguments).__name__}`. Of one "
+            "argument make a tuple: `return (batch,)`."
+        )
+    return arguments
+
+
+def _check_method(method: Any) -> None:
+    if method not in METHODS:
+        raise ValueError(
+            f"`fit_batch(method=...)` must be one of "
+            f"{', '.join(map(repr, METHODS))}, but got `{method!r}`."
+        )
+
+
+def _check_count(name: str, count: Any, least: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(
+            f"`fit_batch({name}=...)` must be an integer, but got `{count!r}` of type "
+            f"`{type(count).__name__}`."
+        )
+    if count < least:
+        raise ValueError(
+            f"`fit_batch({name}=...)` must be at least {least}, but got {count}."
+        )
+
+
+def _too_little(
+    limit_nbytes: int, method: Method, batch: int, memory: StepMemory
+) -> ValueError:
+    remedy = "Raise the limit, or take a smaller model"
+    if batch > 1:
+        remedy += f", or a smaller `multiple_of` than {batch}"
+    if method != "dafjax":
+        remedy += ', or `method="dafjax"`'
+    return ValueError(
+        f"`fit_batch(limit=...)`: {readable(limit_nbytes)} do not hold the step with a "
+        f"batch of {batch}, which needs {readable(memory.total_nbytes)} under "
+        f'"{method}": arguments {readable(memory.argument_nbytes)}, temporary arrays '
+        f"{readable(memory.temp_nbytes)}. {remedy}."
+    )

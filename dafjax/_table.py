@@ -1,0 +1,20 @@
+"""Rows of text as a table of aligned columns."""
+
+from collections.abc import Container, Sequence
+
+
+def align(rows: Sequence[Sequence[str]], *, right: Container[int]) -> str:
+    """Returns the rows as lines, each column as wide as its widest cell.
+
+    Args:
+        rows: Cells of equal number, the header among them.
+        right: The columns that are aligned on the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
