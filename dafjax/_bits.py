@@ -1,6 +1,7 @@
 """How many bits a code has: by how a residual is read, and by name."""
 
 import dataclasses
+import enum
 import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
@@ -29,6 +30,20 @@ def _check(name: str, bits: Any) -> None:
 
 
 @final
+class Use(enum.IntEnum):
+    """How what the backward pass computes depends on a residual in codes."""
+
+    LINEAR = 0
+    NONLINEAR = 1
+    # An exponential, or the like, is taken of what comes of it.
+    AMPLIFIED = 2
+
+
+# An error of one in the exponent is a factor of 2.7: nothing less will do.
+_AMPLIFIED_BITS = 8
+
+
+@final
 @dataclasses.dataclass(frozen=True)
 class Bits:
     """How many bits the codes of residuals have.
@@ -46,6 +61,9 @@ class Bits:
     | 2, nonlinear 4 | 0.008 | 0.56 | 2.4 MB |
     | 2, nonlinear 8 | 0.007 | 0.56 | 3.5 MB |
     | 4, nonlinear 8 | 0.000 | 0.13 | 4.6 MB |
+
+    A residual that enters through an exponential, as queries and keys do where
+    attention is recomputed from them, has 8 bits.
 
     Attributes:
         linear: Bits of residuals that enter gradients linearly.
@@ -102,19 +120,19 @@ class Bits:
         assert isinstance(self.names, tuple)
         return self.names
 
-    def codec(self, names: Sequence[str], *, is_linear: bool) -> Affine:
+    def codec(self, names: Sequence[str], use: Use) -> Affine:
         """Returns the codec of a residual.
 
         Args:
             names: Its names.
-            is_linear: Whether gradients are linear in it.
+            use: How gradients depend on it.
         """
         for pattern, bits in self._pairs:
             if matches(pattern, names):
                 return Affine(bits=bits)
-        bits = self.linear if is_linear else self.nonlinear
-        assert bits is not None
-        return Affine(bits=bits)
+        assert self.nonlinear is not None
+        of_use = (self.linear, self.nonlinear, _AMPLIFIED_BITS)
+        return Affine(bits=of_use[use])
 
 
 AnyBits: TypeAlias = int | str | Mapping[str, int] | Bits

@@ -5,6 +5,7 @@ This file and `_residuals.py` are the only ones that look inside a jaxpr.
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
@@ -104,6 +105,15 @@ class Equation:
         return tuple(
             getattr(atom.aval, "size", 1) for atom in self.jaxpr.eqns[0].invars
         )
+
+    @property
+    def contracted_size(self) -> int:
+        """How many products a `dot_general` sums for one element; 0 for the others."""
+        if self.primitive != "dot_general":
+            return 0
+        (contracted, _), _ = self.params["dimension_numbers"]
+        shape = getattr(self.jaxpr.eqns[0].invars[0].aval, "shape", ())
+        return math.prod(int(shape[axis]) for axis in contracted)
 
     @property
     def has_effect(self) -> bool:

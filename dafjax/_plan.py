@@ -7,10 +7,10 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from dafjax._bits import Bits
+from dafjax._bits import Bits, Use
 from dafjax._bodies import reads_packed
 from dafjax._graph import Equation, live_equations, names_of_place
-from dafjax._linearity import find_nonlinear
+from dafjax._linearity import find_uses
 from dafjax._pooling import Pooling, find_poolings, note_places
 from dafjax._primitives import is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_masks, selection
@@ -41,7 +41,6 @@ class Kept:
         name: Where in the model it is made.
         primitive: What makes it.
         source: The user's line that it comes from.
-        is_linear: Whether all that is recomputed from it is linear in it.
         is_packed: Whether it was packed where it was made: in the body of a loop or a
             branch, which has a plan of its own.
         sharding: How devices divide it, on meshes with explicit axes.
@@ -55,7 +54,6 @@ class Kept:
     name: str
     primitive: str
     source: str
-    is_linear: bool = True
     is_packed: bool = False
     sharding: Any = dataclasses.field(default=None, compare=False)
 
@@ -166,7 +164,7 @@ def make_plan(
         seen.update(new)
         stack.extend(new)
     inexact = [value for value in kept if _is_inexact(decisions[value])]
-    nonlinear = find_nonlinear(recomputed, inexact)
+    uses = find_uses(recomputed, inexact)
     names = _find_names(program)
     return ProgramPlan(
         program=program,
@@ -178,8 +176,7 @@ def make_plan(
                 value,
                 producers.get(value),
                 decisions[value],
-                bits.codec(names[value], is_linear=value not in nonlinear),
-                is_linear=value not in nonlinear,
+                bits.codec(names[value], uses.get(value, Use.LINEAR)),
                 is_packed=value in packed,
             )
             for value in sorted(kept)
@@ -294,6 +291,8 @@ def _decide(
                 known=all_known,
                 reduced_from=max(eqn.operand_sizes, default=0),
                 sources=len(reached),
+                source_elements=sum(program.avals[v].size for v in reached),
+                contracted=eqn.contracted_size,
             )
             settle(value, residual, reached)
     return decisions
@@ -335,7 +334,6 @@ def _describe(
     decision: Decision,
     default: AbstractCodec,
     *,
-    is_linear: bool,
     is_packed: bool,
 ) -> Kept:
     codec = None
@@ -351,7 +349,6 @@ def _describe(
         name="" if producer is None else producer.place,
         primitive="argument" if producer is None else producer.primitive,
         source="" if producer is None else producer.source,
-        is_linear=is_linear,
         is_packed=is_packed and codec is None,
         sharding=getattr(aval, "sharding", None),
     )

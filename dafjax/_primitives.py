@@ -41,6 +41,8 @@ _REARRANGING = frozenset(
     ]
 )
 
+_PRODUCTS = frozenset(["conv_general_dilated", "dot_general", "ragged_dot_general"])
+
 # Say where an array is, and leave its values alone. A gathered weight is gathered again
 # in the backward pass: it is not kept whole, and never in codes.
 _PLACING = frozenset(
@@ -57,8 +59,6 @@ _REDUCING = frozenset(
         *("reduce_window_max", "reduce_window_sum"),
     ]
 )
-
-_PRODUCTS = frozenset(["conv_general_dilated", "dot_general", "ragged_dot_general"])
 
 _CONTINUOUS = _ELEMENTWISE | _REARRANGING | _PLACING | _REDUCING
 _CHEAP = _CONTINUOUS | _AMPLIFYING | _DISCONTINUOUS
@@ -103,10 +103,15 @@ def is_continuous(primitive: str) -> bool:
     return primitive in _CONTINUOUS
 
 
+def is_amplifying(primitive: str) -> bool:
+    """Returns whether a small error of an operand can be a huge one of the result."""
+    return primitive in _AMPLIFYING
+
+
 def linear_operands(primitive: str, num_operands: int) -> range:
     """Returns the operands in which an operation is linear, if the others are exact.
 
-    For `mul` both: each is, as long as the other is not a function of it.
+    For products both: each is, as long as the other is not a function of it.
     """
     if primitive in _LINEAR_IN_ALL:
         return range(num_operands)

@@ -53,6 +53,9 @@ class Residual:
         alone.
         sources: How many values in inexact codes would be unpacked to recompute it; 0
             if recomputing it gives the exact value.
+        source_elements: The number of elements of those values together.
+        contracted: How many products one element is the sum of; 0 unless a matrix
+            product makes it.
         steers: Whether it enters a cotangent that meets other residuals, and not only
         the gradients of arguments.
         copies: How many of it wait at the same time: one for each iteration of a loop.
@@ -68,6 +71,8 @@ class Residual:
     reduced_from: int
     known: bool
     sources: int
+    source_elements: int = 0
+    contracted: int = 0
     steers: bool = True
     copies: int = 1
     names: tuple[str, ...] = ()
@@ -120,6 +125,13 @@ _CODED_DTYPES = frozenset(
 _REDUCTION = 16
 
 
+# So many times fewer elements at 8 bits instead of 2 cost less than one at 2.
+_EXPANSION = 3
+
+# Computing a longer sum of products again costs more time than packing its result.
+_MOST_CONTRACTED = 128
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class CompressExpensive(AbstractPolicy):
@@ -140,6 +152,12 @@ class CompressExpensive(AbstractPolicy):
       the same code is used, and the mean of a noise times itself is not 0. (A small
       ResNet at 2 bits with a mean-square loss: a bias of 0.44 of the gradient's norm
       without that rule, 0.05 with it.)
+    - What has more than three times as many elements as the values in codes that it
+      can be recomputed from is recomputed, though a short matrix product or an
+      exponential be in between: the attention matrix of long sequences, from queries
+      and keys. These then have 8 bits instead of 2 (see `dafjax.Bits`), which costs
+      less than keeping the matrix at 2. (A GPT-2 of width 256 and 256 tokens: the
+      same error of the gradient.)
     - What follows cheaply from the arguments alone is recomputed.
     - Integers that depend on compressed values, float64, complex numbers and random
       keys are saved as they are.
@@ -194,10 +212,22 @@ class CompressExpensive(AbstractPolicy):
             return Compress(Bitmask()) if residual.dtype == jnp.bool_ else Save()
         if cheap and residual.num_elements * _REDUCTION <= residual.reduced_from:
             return Save()
+        if self._expands(residual):
+            return Recompute()
         most = 1 if residual.steers else self.max_sources
         if is_continuous(residual.primitive) and residual.sources <= most:
             return Recompute()
         return Compress(self.codec)
+
+    def _expands(self, residual: Residual) -> bool:
+        computable = is_cheap(residual.primitive) or (
+            0 < residual.contracted <= _MOST_CONTRACTED
+        )
+        return (
+            computable
+            and 0 < residual.sources <= self.max_sources
+            and residual.num_elements > _EXPANSION * residual.source_elements
+        )
 
 
 @final

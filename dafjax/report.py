@@ -222,9 +222,7 @@ def print_saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 _FORMAT = 1
-_AS_THEY_ARE = (
-    *("program", "value", "name", "primitive", "source", "is_linear", "is_packed"),
-)
+_AS_THEY_ARE = (*("program", "value", "name", "primitive", "source", "is_packed"),)
 # Codecs by the name they have in a file.
 _CODECS: dict[str, type[Affine | Bitmask]] = {"Affine": Affine, "Bitmask": Bitmask}
 

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import dafjax
 from dafjax._bits import Bits
 from dafjax._plan import make_plan
 from dafjax._residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import AbstractPolicy, CompressExpensive, SaveAll
 from tests import networks
+from tests.helpers import relative_error
 
 
 def plan_of(f, *arguments, policy=None, perturbed=None, activations=()):
@@ -113,3 +115,39 @@ def test_a_policy_that_returns_something_else_is_named():
 
     with pytest.raises(TypeError, match=r"`policy` must return `Save.*'compress'"):
         plan_of(lambda x: jnp.sin(x) @ x, jnp.ones(64), policy=Odd())
+
+
+def attention_loss(p, x):
+    q, k, v = jnp.split(x @ p, 3, axis=-1)
+    scores = jnp.einsum("btd,bsd->bts", q, k) / 8
+    return jnp.mean(jnp.square(jax.nn.softmax(scores) @ v))
+
+
+@pytest.mark.parametrize(("length", "bits"), [(128, [2, 2, 2]), (1024, [8, 2])])
+def test_long_attention_is_recomputed_and_short_attention_is_kept(length, bits, key):
+    """One tensor of 192 elements a token against `length` probabilities."""
+    p = jax.random.normal(key, (64, 192)) / 8
+    x = jax.random.normal(key, (2, length, 64))
+    plan = plan_of(lambda p: attention_loss(p, x), p)
+    assert [item.codec.bits for item in compressed(plan)] == bits
+    is_square = [item.shape[1:] == (length, length) for item in plan.kept]
+    assert any(is_square) == (length == 128)
+
+
+def test_recomputed_attention_has_the_right_gradient(key):
+    p = jax.random.normal(key, (64, 192)) / 8
+    x = jax.random.normal(key, (2, 1024, 64))
+    wrapped = dafjax.remat_compress(attention_loss)
+    got = jax.jit(jax.grad(wrapped))(p, x)
+    assert relative_error(got, jax.grad(attention_loss)(p, x)) < 0.15
+
+
+def test_a_long_product_is_not_computed_again(key):
+    """As of the last layer of a language model: 256 products for an element."""
+    p = {"a": jnp.ones((64, 256)), "b": jnp.ones((256, 2048))}
+    x = jnp.ones((64, 64))
+    plan = plan_of(lambda p: jnp.sum(jnp.exp(jnp.sin(x @ p["a"]) @ p["b"])), p)
+    assert (64, 2048) in [item.shape for item in compressed(plan)]
+    p = {"a": p["a"][:, :32], "b": p["b"][:32]}
+    plan = plan_of(lambda p: jnp.sum(jnp.exp(jnp.sin(x @ p["a"]) @ p["b"])), p)
+    assert (64, 2048) not in [item.shape for item in compressed(plan)]

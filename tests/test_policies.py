@@ -30,6 +30,8 @@ def residual(
     sources=1,
     steers=False,
     copies=1,
+    source_elements=64 * 1024,
+    contracted=0,
 ):
     return Residual(
         shape=shape,
@@ -40,6 +42,8 @@ def residual(
         sources=sources,
         steers=steers,
         copies=copies,
+        source_elements=source_elements,
+        contracted=contracted,
     )
 
 
@@ -52,6 +56,12 @@ def residual(
         (residual("a custom call nobody knows"), Compress()),
         (residual("tanh"), Recompute()),
         (residual("add", sources=3), Recompute()),
+        # Three times as many elements: the matrix of long attention.
+        (residual("exp", source_elements=64 * 1024 // 4), Recompute()),
+        (residual("exp", source_elements=64 * 1024 // 3), Compress()),
+        (residual("dot_general", source_elements=99, contracted=64), Recompute()),
+        (residual("dot_general", source_elements=99, contracted=256), Compress()),
+        (residual("dot_general", sources=0, source_elements=0), Compress()),
         # Chains stay short.
         (residual("add", sources=4), Compress()),
         # The noise of a code must not meet itself.
