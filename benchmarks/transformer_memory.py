@@ -6,7 +6,7 @@ the passes need besides. With `--lora-rank` only the adapters are differentiated
 Examples:
     python -m benchmarks.transformer_memory
     python -m benchmarks.transformer_memory --scan True --time
-    python -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16 \\
+    python -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16
         --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
 """
 

@@ -3,12 +3,12 @@
 Radford et al.: Language Models are Unsupervised Multitask Learners (2019). `wrap_block`
 is injected, so that every method of saving memory runs on the very same model.
 
-With `lora_rank` the attention projections have low-rank adapters, after Hu et al.: LoRA,
-https://arxiv.org/abs/2106.09685. Adapters are variables of a collection of their own:
+With `lora_rank` the attention projections have low-rank adapters (Hu et al.: LoRA,
+https://arxiv.org/abs/2106.09685), variables of a collection of their own:
 
     model.apply({"params": frozen, "lora": adapters}, tokens)
 
-so that the gradient with respect to `adapters` leaves everything else alone.
+The gradient with respect to `adapters` alone trains them and freezes everything else.
 """
 
 import dataclasses
