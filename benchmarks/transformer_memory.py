@@ -177,7 +177,8 @@ def _time(options: Options) -> dict[str, Timing]:
     tokens = jax.random.randint(
         jax.random.key(1), (options.batch, options.length), 0, options.vocabulary
     )
-    variables = options.workload(BASELINE, options.scan[0]).init(jax.random.key(0))
+    init = jax.jit(options.workload(BASELINE, options.scan[0]).init)
+    variables = init(jax.random.key(0))
     for name in options.methods:
         workload = options.workload(name, options.scan[0])
         compiled = workload.compile()

@@ -282,11 +282,10 @@ def test_resident_memory_sees_what_a_step_allocates(monkeypatch):
     assert 79e6 < measured["resident_added"] < 100e6
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_transformer_is_measured_and_checked(lora_rank, tmp_path):
+def test_a_transformer_is_measured_and_checked(tmp_path):
     out = tmp_path / "transformer.json"
     size = {"layers": 2, "width": 64, "heads": 2, "vocabulary": 100, "length": 128}
-    options = {**size, "lora-rank": lora_rank, "rounds": 1, "out": out}
+    options = {**size, "lora-rank": 4, "rounds": 1, "out": out}
     arguments = [text for k, v in options.items() for text in (f"--{k}", str(v))]
     transformer_memory.main(
         [*arguments, "--time", "--scan", "True", "--methods", "save_all", "compress"]

@@ -166,6 +166,34 @@ def test_training_the_adapters_lowers_the_loss(key, tokens):
     assert fall(dafjax.remat_compress) > 0.5 * plain
 
 
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["loop", "scan"])
+def test_the_gradient_of_adapters_needs_a_quarter_of_the_memory(scan_layers):
+    """A sixteenth in full size: `benchmarks/results/lora_memory.json`."""
+    config = gpt2.GPT2Config(
+        num_layers=4,
+        width=256,
+        num_heads=4,
+        vocabulary=1000,
+        lora_rank=8,
+        scan_layers=scan_layers,
+    )
+    tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    variables = jax.eval_shape(
+        lambda key, tokens: gpt2.GPT2(config).init(key, tokens),
+        jax.random.key(0),
+        tokens,
+    )
+    plain, compressed = (
+        jax.jit(jax.grad(loss))
+        .lower(variables["lora"], variables["params"], tokens)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for loss in (make_loss(config), dafjax.remat_compress(make_loss(config)))
+    )
+    assert compressed < plain / 4
+
+
 def saved_in_the_last_block(lora_rank, *, policy=None):
     """What the last block keeps, by place in the model and shape."""
     config = dataclasses.replace(TINY, context=256, lora_rank=lora_rank)
