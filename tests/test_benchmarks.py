@@ -282,6 +282,7 @@ def test_resident_memory_sees_what_a_step_allocates(monkeypatch):
     assert 79e6 < measured["resident_added"] < 100e6
 
 
+@pytest.mark.slow
 def test_a_transformer_is_measured_and_checked(tmp_path):
     out = tmp_path / "transformer.json"
     size = {"layers": 2, "width": 64, "heads": 2, "vocabulary": 100, "length": 128}
