@@ -17,7 +17,10 @@ def public_names(module):
 
 def test_the_top_level_has_these_names():
     modules = {"codecs", "policies", "stores", "report"}
-    functions = {"remat_compress", "saved_residuals", "print_saved_residuals"}
+    functions = {
+        *("remat_compress", "saved_residuals", "print_saved_residuals"),
+        "custom_calls",
+    }
     # These are there where a test has imported them: they need Flax.
     names = public_names(dafjax) - {"linen", "nnx"}
     assert names == modules | functions | {"SavedResiduals"}

@@ -12,5 +12,6 @@ from dafjax._native._library import (
     LibraryError as LibraryError,
     LibraryStatus as LibraryStatus,
     library_status as library_status,
+    registered_custom_calls as registered_custom_calls,
 )
 from dafjax._native._tie import tie as tie
