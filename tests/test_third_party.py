@@ -36,7 +36,9 @@ class Problem:
 
 def u_net(key):
     """Group norm, strided and transposed convolutions, periodic padding."""
-    model = pdequinox.arch.ClassicUNet(2, 1, 1, hidden_channels=16, key=key)
+    model = pdequinox.arch.ClassicUNet(
+        2, 1, 1, hidden_channels=16, num_levels=2, key=key
+    )
     params, static = eqx.partition(model, eqx.is_inexact_array)
     x = jax.random.normal(key, (16, 1, 32, 32))
     y = (x + jnp.roll(x, 1, axis=2) + jnp.roll(x, 1, axis=3)) / 3
@@ -57,7 +59,7 @@ def vision_transformer(key):
         dim=64,
         patch_size=4,
         num_heads=4,
-        depths=[6],
+        depths=[2],
         num_classes=2,
         drop_path_rate=0.1,
         proj_drop=0.1,
@@ -87,7 +89,7 @@ def roberta(key):
     config = transformers.RobertaConfig(
         vocab_size=100,
         hidden_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=256,
         max_position_embeddings=80,
