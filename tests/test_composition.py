@@ -127,14 +127,14 @@ class TestVmap:
         [(0, None, None), (None, 0, None), (None, None, 0), (2, 1, 0), (-1, None, 0)],
     )
     def test_every_argument_and_the_result(self, in_axes, out_axes, key):
+        def argument(n, shape, axis):
+            key_of_n = jax.random.fold_in(key, n)
+            if axis is None:
+                return jax.random.normal(key_of_n, shape)
+            return jnp.moveaxis(jax.random.normal(key_of_n, (4, *shape)), 0, axis)
+
         shapes = (16, 16), (16, 16), ()
-        arguments = [
-            jax.random.normal(
-                jax.random.fold_in(key, n),
-                shape if axis is None else list(np.insert(shape, axis % 3, 4)),
-            )
-            for n, (shape, axis) in enumerate(zip(shapes, in_axes, strict=True))
-        ]
+        arguments = list(map(argument, range(3), shapes, in_axes))
 
         def f(a, b, c):
             return jnp.sin(a @ b / 4) * c
@@ -147,11 +147,9 @@ class TestVmap:
         (value, got), (want_value, want) = gradient(compressed(f)), gradient(f)
         np.testing.assert_allclose(value, want_value, rtol=1e-5)
         assert_close_but_not_equal(got, want)
-        shape = compressed(f)
-        assert (
-            jax.vmap(shape, in_axes, out_axes)(*arguments).shape
-            == jax.vmap(f, in_axes, out_axes)(*arguments).shape
-        )
+        result = jax.vmap(compressed(f), in_axes, out_axes)(*arguments)
+        want = jax.vmap(f, in_axes, out_axes)(*arguments)
+        np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-6)
 
     def test_nested(self, key):
         a = jax.random.normal(key, (3, 4, 16, 16)) / 4
@@ -214,7 +212,7 @@ class TestLoopsAndBranches:
 
         for g in (f, compressed(f)):
             with pytest.raises(ValueError, match=r"Reverse-mode .* dynamic start/stop"):
-                jax.grad(g)(w, 4)
+                jax.jit(jax.grad(g))(w, 4)
 
     def test_gradient_accumulation_with_the_wrapped_loss_inside(self, mlp):
         p, x = mlp
@@ -394,7 +392,7 @@ def deep_loss(p, x):
 
 
 def branching_loss(block, p, x):
-    return jax.lax.cond(jnp.sum(x) > 0, block, lambda p, x: 2 * deep_loss(p, x), p, x)
+    return jax.lax.cond(jnp.sum(x) > 0, block, lambda p, x: 2 * block(p, x), p, x)
 
 
 # How a loss becomes another one that calls it.
@@ -428,8 +426,7 @@ class TestMemory:
             else dafjax.remat_compress(compose(deep_loss))
         )
         plain = self.temp_nbytes(compose(deep_loss))
-        print(name, level, self.temp_nbytes(wrapped) / plain)
-        assert self.temp_nbytes(wrapped) < 0.5 * plain
+        assert self.temp_nbytes(wrapped) < 0.3 * plain
 
     def test_donated_parameters_are_updated_in_place(self):
         p = jax.eval_shape(lambda: networks.mlp_params(jax.random.key(0), (WIDTH,) * 5))
