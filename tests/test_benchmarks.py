@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import (
     codec_throughput,
+    eager_overhead,
     environment,
     harness,
     methods,
@@ -36,6 +37,7 @@ PROGRAMS = (
     "quantizer_cost",
     "accuracy",
     "transformer_memory",
+    "eager_overhead",
 )
 
 
@@ -280,6 +282,20 @@ def test_resident_memory_sees_what_a_step_allocates(monkeypatch):
     monkeypatch.setattr(peak_rss.memory, "temp_nbytes", lambda compiled: 0)
     measured = peak_rss.measure(peak_rss.Options(steps=2))
     assert 79e6 < measured["resident_added"] < 100e6
+
+
+def test_eager_calls_are_checked_and_timed(tmp_path):
+    out = tmp_path / "eager.json"
+    eager_overhead.main(
+        ["--layers", "2", "--width", "32", "--rounds", "1", "--out", str(out)]
+    )
+    calls = {
+        record["what"]: record["timings"]
+        for record in json.loads(out.read_text())["calls"]
+    }
+    assert calls["call"]["dafjax"]["errors"]["call"] < 1e-4
+    # Of 2 bits: without noise nothing would have been packed.
+    assert 0.01 < calls["gradient"]["dafjax"]["errors"]["gradient"] < 2
 
 
 @pytest.mark.slow
