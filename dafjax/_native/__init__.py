@@ -8,6 +8,7 @@ from dafjax._native._bitmask import (
     pack_bitmask as pack_bitmask,
     unpack_bitmask as unpack_bitmask,
 )
+from dafjax._native._first_order import first_order as first_order
 from dafjax._native._library import (
     LibraryError as LibraryError,
     LibraryStatus as LibraryStatus,
