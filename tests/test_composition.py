@@ -561,18 +561,16 @@ def test_with_the_coming_remat_and_custom_vjp_of_jax():
     """
     printed = run_python(program, JAX_REMAT3="1", JAX_CUSTOM_VJP3="1")
     errors = dict(line.split(": ") for line in printed.splitlines())
-    # Does not depend on the version.
-    for name in ("eager", "jit", "nested", "vmap"):
+    for name in ("eager", "jit", "nested", "vmap", "checkpoint outside"):
         assert 1e-6 < float(errors[name]) < 0.06
-    assert float(errors["checkpoint inside"]) < 0.06
     if JAX_VERSION >= (0, 11):
-        # JAX traces a `custom_jvp` in the rule of a `custom_vjp` twice, and fails.
-        assert errors["checkpoint outside"] == "StoreException"
         assert 1e-6 < float(errors["of vmap"]) < 0.06
+        # JAX's own rematerialization stays as it is: nothing to compress.
+        assert float(errors["checkpoint inside"]) == 0
     else:
-        # Of 0.10, JAX's `checkpoint_name` has no rule for `vmap` with these settings;
+        assert 1e-6 < float(errors["checkpoint inside"]) < 0.06
+        # With these settings JAX's `checkpoint_name` has no rule for `vmap` in 0.10;
         # 0.9 does not know them.
-        assert 1e-6 < float(errors["checkpoint outside"]) < 0.06
         assert errors["of vmap"] == "NotImplementedError" or JAX_VERSION < (0, 10)
 
 
