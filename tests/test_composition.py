@@ -561,17 +561,17 @@ def test_with_the_coming_remat_and_custom_vjp_of_jax():
     """
     printed = run_python(program, JAX_REMAT3="1", JAX_CUSTOM_VJP3="1")
     errors = dict(line.split(": ") for line in printed.splitlines())
-    for name in ("eager", "jit", "nested", "vmap", "checkpoint outside"):
-        assert 1e-6 < float(errors[name]) < 0.06
-    if JAX_VERSION >= (0, 11):
-        assert 1e-6 < float(errors["of vmap"]) < 0.06
-        # JAX's own rematerialization stays as it is: nothing to compress.
-        assert float(errors["checkpoint inside"]) == 0
-    else:
-        assert 1e-6 < float(errors["checkpoint inside"]) < 0.06
-        # With these settings JAX's `checkpoint_name` has no rule for `vmap` in 0.10;
-        # 0.9 does not know them.
-        assert errors["of vmap"] == "NotImplementedError" or JAX_VERSION < (0, 10)
+    # What JAX does not support with these settings, whatever is wrapped: 0.9 does not
+    # know the new remat, 0.10 has no rule for `vmap` of `checkpoint_name`.
+    unsupported = {(0, 9): {"checkpoint outside"}, (0, 10): {"of vmap"}}
+    failed = {name for name, error in errors.items() if error == "NotImplementedError"}
+    assert failed == unsupported.get(JAX_VERSION, set())
+    # From 0.11 on JAX's own rematerialization stays as it is: nothing is compressed.
+    exact = {"checkpoint inside"} if JAX_VERSION >= (0, 11) else set()
+    assert {
+        name for name in errors.keys() - failed if float(errors[name]) == 0
+    } == exact
+    assert all(float(errors[name]) < 0.06 for name in errors.keys() - failed)
 
 
 def run_python(program, *arguments, **environment):
