@@ -46,7 +46,8 @@ def u_net(key):
         predicted = jax.vmap(eqx.combine(params, static))(batch[0])
         return jnp.mean((predicted - batch[1]) ** 2)
 
-    return Problem(loss, params, (x, y), learning_rate=1e-3, most_memory=0.6)
+    # 0.54 on jax 0.10, 0.66 on 0.9; with four levels, which take long to compile, 0.24.
+    return Problem(loss, params, (x, y), learning_rate=1e-3, most_memory=0.75)
 
 
 def vision_transformer(key):
