@@ -1,12 +1,13 @@
 """Memory and time of the gradient of a GPT-2: method x scheduler, loop and scan.
 
 Parameters are neither donated nor updated: gradients are results, so that temp is what
-the passes need besides.
+the passes need besides. With `--lora-rank` only the adapters are differentiated.
 
 Examples:
     python -m benchmarks.transformer_memory
-    python -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16
     python -m benchmarks.transformer_memory --scan True --time
+    python -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16
+        --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
 """
 
 import dataclasses
@@ -51,6 +52,8 @@ class Options:
     """Sequences."""
     length: int = 256
     """Tokens of a sequence."""
+    lora_rank: int = 0
+    """Rank of the adapters, everything else frozen; 0: all weights are trained."""
     scan: tuple[bool, ...] = (False, True)
     """Whether blocks are a Python loop, or one scan; with --time, the first is used."""
     bits: int = 2
@@ -72,6 +75,7 @@ class Options:
             num_heads=self.heads,
             vocabulary=self.vocabulary,
             scan_layers=scan,
+            lora_rank=self.lora_rank,
         )
         method = make_method(name, bits=self.bits)
         return Workload(method, config, self.batch, self.length)
@@ -88,12 +92,15 @@ class Workload:
     length: int
 
     @property
-    def loss(self) -> Callable[[ArrayTree, jax.Array], jax.Array]:
-        """The mean cross-entropy of the next token, wrapped by the method."""
+    def loss(self) -> Callable[[ArrayTree, ArrayTree, jax.Array], jax.Array]:
+        """The mean cross-entropy of the next token, wrapped by the method.
+
+        A function of the trained and the frozen variables, and the tokens.
+        """
         model = GPT2(self.config, wrap_block=self.method.wrap_block)
 
-        def loss(params: ArrayTree, tokens: jax.Array) -> jax.Array:
-            logits = model.apply({"params": params}, tokens)
+        def loss(trained: ArrayTree, frozen: ArrayTree, tokens: jax.Array) -> jax.Array:
+            logits = model.apply({**trained, **frozen}, tokens)
             return jnp.mean(
                 optax.softmax_cross_entropy_with_integer_labels(
                     logits[:, :-1], tokens[:, 1:]
@@ -102,16 +109,18 @@ class Workload:
 
         return self.method.wrap_loss(loss)
 
-    def init(self, key: jax.Array) -> ArrayTree:
-        """Draws parameters, equal for all methods."""
+    def init(self, key: jax.Array) -> tuple[ArrayTree, ArrayTree]:
+        """Draws the trained and the frozen variables, equal for all methods."""
         tokens = jnp.zeros((1, 8), jnp.int32)
-        return GPT2(self.config).init(key, tokens)["params"]
+        variables = GPT2(self.config).init(key, tokens)
+        trained = {self.config.trained: variables.pop(self.config.trained)}
+        return trained, variables
 
     def compile(self, *, scheduler: str = "default") -> jax.stages.Compiled:
         """Compiles loss and gradient."""
-        params = jax.eval_shape(self.init, jax.random.key(0))
+        variables = jax.eval_shape(self.init, jax.random.key(0))
         tokens = jax.ShapeDtypeStruct((self.batch, self.length), jnp.int32)
-        lowered = jax.jit(jax.value_and_grad(self.loss)).lower(params, tokens)
+        lowered = jax.jit(jax.value_and_grad(self.loss)).lower(*variables, tokens)
         return lowered.compile(
             compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]}
         )
@@ -168,12 +177,13 @@ def _time(options: Options) -> dict[str, Timing]:
     tokens = jax.random.randint(
         jax.random.key(1), (options.batch, options.length), 0, options.vocabulary
     )
-    params = options.workload(BASELINE, options.scan[0]).init(jax.random.key(0))
+    init = jax.jit(options.workload(BASELINE, options.scan[0]).init)
+    variables = init(jax.random.key(0))
     for name in options.methods:
         workload = options.workload(name, options.scan[0])
         compiled = workload.compile()
         contenders[name] = Contender(
-            run=lambda compiled=compiled: compiled(params, tokens),
+            run=lambda compiled=compiled: compiled(*variables, tokens),
             checks={
                 "loss": Check(_LOSS_TOLERANCE, extract=lambda out: out[0]),
                 "gradient": Check(

@@ -2,6 +2,7 @@
 
 from dafjax import codecs as codecs, policies as policies, stores as stores
 from dafjax._bits import Bits as Bits
+from dafjax._custom_calls import custom_calls as custom_calls
 from dafjax._estimate import (
     Estimate as Estimate,
     StepMemory as StepMemory,

@@ -15,6 +15,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from dafjax._bits import Bits
 from dafjax._bodies import has_bodies, with_wrapped_bodies
 from dafjax._graph import ClosedJaxpr, as_function, mark_as_wrapped
+from dafjax._native import first_order
 from dafjax._passes import Ties, run_backward, run_forward
 from dafjax._plan import ProgramPlan, make_plan
 from dafjax._recorder import current_recorder
@@ -237,7 +238,8 @@ class _ScheduledRule(_Rule):
         run = self._forward
         if recorder is not None:
             run = self._named(recorder.name(self._plan))
-        results, stored = run([_once_only(a) for a in arguments], seed=seed)
+        # The passes have custom derivatives inlined, and codes have no derivative.
+        results, stored = run([first_order(a) for a in arguments], seed=seed)
         kept = {number: arguments[number] for number in self._plan.arguments}
         return results, (kept, stored)
 
@@ -261,23 +263,6 @@ class _Carried:
 
     rule: _Rule
     perturbed: tuple[bool, ...]
-
-
-@jax.custom_jvp
-def _once_only(argument: Any) -> Any:
-    """Returns its argument; refuses to be differentiated.
-
-    The scheduled passes have custom derivatives inlined, and codes have no derivative.
-    """
-    return argument
-
-
-@_once_only.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "`remat_compress` supports first-order reverse-mode differentiation only, but "
-        "a function that it wraps is differentiated twice. Use `bits=None` there."
-    )
 
 
 def _is_perturbed(argument: Any) -> bool:

@@ -112,8 +112,8 @@ class Equation:
         if self.primitive != "dot_general":
             return 0
         (contracted, _), _ = self.params["dimension_numbers"]
-        shape = getattr(self.jaxpr.eqns[0].invars[0].aval, "shape", ())
-        return math.prod(int(shape[axis]) for axis in contracted)
+        aval: Any = self.jaxpr.eqns[0].invars[0].aval
+        return math.prod(aval.shape[axis] for axis in contracted)
 
     @property
     def has_effect(self) -> bool:

@@ -13,9 +13,9 @@ import numpy as np
 from jax.core import Tracer
 
 from dafjax._bits import AnyBits, Bits, as_bits, matches
-from dafjax._call import StaticArguments, bind, positions, run
+from dafjax._call import StaticArguments, bind, positional_parameters, positions, run
 from dafjax._derivative import Options, with_compressed_residuals
-from dafjax._graph import ClosedJaxpr, names_in, trace, trace_context
+from dafjax._graph import ClosedJaxpr, as_function, names_in, trace, trace_context
 from dafjax._passes import Ties
 from dafjax._stand_in import current_stand_in
 from dafjax.policies import AbstractPolicy, CompressExpensive
@@ -130,10 +130,11 @@ def _wrap(
     seed: np.uint32 | jax.Array,
 ) -> Callable[..., Any]:
     cache = _TraceCache(fun, options)
+    parameters = positional_parameters(fun)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = bind(fun, static, args, kwargs)
+        call = bind(fun, parameters, static, args, kwargs)
         leaves, structure = jax.tree.flatten((call.args, call.kwargs))
         stand_in = current_stand_in()
         if stand_in is not None:
@@ -142,7 +143,12 @@ def _wrap(
             positions("activation_argnums", activation_argnums, args)
         )
         traced = cache.trace(call.static, structure, leaves, activations)
-        results = traced.function(seed, *traced.consts, *leaves)
+        operands = (*traced.consts, *leaves)
+        if any(isinstance(operand, Tracer) for operand in operands):
+            results = traced.function(seed, *operands)
+        else:
+            # Nothing is differentiated: the way round the derivative rule is shorter.
+            results = traced.evaluate(*operands)
         return jax.tree.unflatten(traced.out_structure, results)
 
     return wrapped
@@ -151,9 +157,17 @@ def _wrap(
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Traced:
-    """A function traced at given shapes: `function(seed, *consts, *leaves)`."""
+    """A function traced at given shapes.
+
+    Attributes:
+        function: `function(seed, *consts, *leaves)`, with a derivative rule.
+        evaluate: `evaluate(*consts, *leaves)`, without.
+        consts: What the function closes over.
+        out_structure: The structure of its result.
+    """
 
     function: Callable[..., list[Any]]
+    evaluate: Callable[..., list[Any]]
     consts: tuple[Any, ...]
     out_structure: Any
 
@@ -213,7 +227,7 @@ def _trace(
     function = with_compressed_residuals(
         closed, options, tuple(len(consts) + number for number in activations)
     )
-    return _Traced(function, consts, out_structure)
+    return _Traced(function, as_function(closed), consts, out_structure)
 
 
 def _warn_of_names_not_found(bits: Bits, closed: ClosedJaxpr) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import (
     codec_throughput,
+    eager_overhead,
     environment,
     harness,
     methods,
@@ -22,6 +23,7 @@ from benchmarks import (
     quantizer_cost,
     step_memory,
     training,
+    transformer_memory,
 )
 from benchmarks.actnn import layer_inputs
 from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compare
@@ -34,6 +36,8 @@ PROGRAMS = (
     "codec_throughput",
     "quantizer_cost",
     "accuracy",
+    "transformer_memory",
+    "eager_overhead",
 )
 
 
@@ -278,6 +282,37 @@ def test_resident_memory_sees_what_a_step_allocates(monkeypatch):
     monkeypatch.setattr(peak_rss.memory, "temp_nbytes", lambda compiled: 0)
     measured = peak_rss.measure(peak_rss.Options(steps=2))
     assert 79e6 < measured["resident_added"] < 100e6
+
+
+def test_eager_calls_are_checked_and_timed(tmp_path):
+    out = tmp_path / "eager.json"
+    eager_overhead.main(
+        ["--layers", "2", "--width", "32", "--rounds", "1", "--out", str(out)]
+    )
+    calls = {
+        record["what"]: record["timings"]
+        for record in json.loads(out.read_text())["calls"]
+    }
+    assert calls["call"]["dafjax"]["errors"]["call"] < 1e-4
+    # Of 2 bits: without noise nothing would have been packed.
+    assert 0.01 < calls["gradient"]["dafjax"]["errors"]["gradient"] < 2
+
+
+@pytest.mark.slow
+def test_a_transformer_is_measured_and_checked(tmp_path):
+    out = tmp_path / "transformer.json"
+    size = {"layers": 2, "width": 64, "heads": 2, "vocabulary": 100, "length": 128}
+    options = {**size, "lora-rank": 4, "rounds": 1, "out": out}
+    arguments = [text for k, v in options.items() for text in (f"--{k}", str(v))]
+    transformer_memory.main(
+        [*arguments, "--time", "--scan", "True", "--methods", "save_all", "compress"]
+    )
+    result = json.loads(out.read_text())
+    assert {record["blocks"] for record in result["temp"]} == {"scan"}
+    ratios = {r["method"]: r["ratio"] for r in result["temp"]}
+    assert ratios["compress"] > 1.5 * ratios["save_all"] == 1.5
+    # Adapters start with B = 0, and the gradient of A with it.
+    assert 0.01 < result["time"]["compress"]["errors"]["gradient"] < 1.5
 
 
 def test_environment_names_what_a_number_depends_on():

@@ -58,7 +58,7 @@ def residual(
         (residual("add", sources=3), Recompute()),
         # Three times as many elements: the matrix of long attention.
         (residual("exp", source_elements=64 * 1024 // 4), Recompute()),
-        (residual("exp", source_elements=64 * 1024 // 3), Compress()),
+        (residual("exp", source_elements=64 * 1024 // 2), Compress()),
         (residual("dot_general", source_elements=99, contracted=64), Recompute()),
         (residual("dot_general", source_elements=99, contracted=256), Compress()),
         (residual("dot_general", sources=0, source_elements=0), Compress()),

@@ -18,7 +18,7 @@ def public_names(module):
 def test_the_top_level_has_these_names():
     modules = {"codecs", "policies", "stores", "report"}
     functions = {"remat_compress", "saved_residuals", "print_saved_residuals"}
-    functions |= {"estimate", "fit_batch"}
+    functions |= {"estimate", "fit_batch", "custom_calls"}
     results = {"Bits", "Plan", "Estimate", "StepMemory", "FittedBatch"}
     # These are there where a test has imported them: they need Flax.
     names = public_names(dafjax) - {"linen", "nnx"}

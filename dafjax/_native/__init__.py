@@ -8,9 +8,11 @@ from dafjax._native._bitmask import (
     pack_bitmask as pack_bitmask,
     unpack_bitmask as unpack_bitmask,
 )
+from dafjax._native._first_order import first_order as first_order
 from dafjax._native._library import (
     LibraryError as LibraryError,
     LibraryStatus as LibraryStatus,
     library_status as library_status,
+    registered_custom_calls as registered_custom_calls,
 )
 from dafjax._native._tie import tie as tie

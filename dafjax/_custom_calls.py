@@ -1,0 +1,35 @@
+"""The names of dafjax's custom calls, for those who export compiled functions."""
+
+from dafjax._native import registered_custom_calls
+
+
+def custom_calls() -> tuple[str, ...]:
+    """Returns the names of the custom calls that dafjax's programs contain.
+
+    `jax.export` refuses custom calls that it does not know, until they are allowed by
+    name: nobody promises that the next version of a library still has them. With
+    dafjax, a program runs with the version that exported it.
+
+    They are registered with XLA as well. A process that loads an exported program, and
+    wraps nothing itself, must call this first.
+
+    Returns:
+        The names, sorted.
+
+    Raises:
+        ImportError: The compiled library is missing or does not fit jaxlib.
+
+    Example:
+        >>> import dafjax, jax, jax.numpy as jnp
+        >>> from jax import export
+        >>> f = dafjax.remat_compress(lambda w: jnp.sum(jnp.sin(w @ w) @ w))
+        >>> allowed = [
+        ...     export.DisabledSafetyCheck.custom_call(name)
+        ...     for name in dafjax.custom_calls()
+        ... ]
+        >>> w = jnp.ones((128, 128))
+        >>> exported = export.export(jax.jit(jax.grad(f)), disabled_checks=allowed)(w)
+        >>> exported.call(w).shape
+        (128, 128)
+    """
+    return registered_custom_calls()

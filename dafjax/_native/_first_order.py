@@ -1,0 +1,33 @@
+"""Primitive that returns its operand and refuses to be differentiated."""
+
+from typing import Any, NoReturn
+
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from dafjax._typing import Array
+
+
+def first_order(x: Array) -> Array:
+    """Returns its argument; a derivative of it is a clear error.
+
+    For what stands behind a derivative rule, where a second derivative would be wrong.
+    """
+    return first_order_p.bind(x)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "`remat_compress` supports first-order reverse-mode differentiation only, but "
+        "a function that it wraps is differentiated twice. Use `bits=None` there."
+    )
+
+
+# A primitive and not a `jax.custom_jvp`: JAX 0.11 with `jax_remat3` and
+# `jax_custom_vjp3` fails at one in the rule of a `custom_vjp`.
+first_order_p = Primitive("dafjax_first_order")
+first_order_p.def_impl(lambda x: x)
+first_order_p.def_abstract_eval(lambda aval: aval)
+mlir.register_lowering(first_order_p, lambda _, x: [x])
+ad.primitive_jvps[first_order_p] = _refuse
+batching.defvectorized(first_order_p)
