@@ -9,9 +9,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 
 #include "cpu/kernels.h"
 #include "format/affine.h"
+#include "format/columns.h"
 #include "format/noise.h"
 #include "format/packed.h"
 

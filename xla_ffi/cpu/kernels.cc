@@ -3,9 +3,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 
 #include "cpu/instruction_sets.h"
 #include "format/affine.h"
+#include "format/columns.h"
 #include "format/noise.h"
 #include "format/packed.h"
 
