@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
 
 #include "cpu/instruction_sets.h"
 #include "format/affine.h"
