@@ -1,8 +1,8 @@
 """The packed format in NumPy, written from `xla_ffi/README.md` and nothing else.
 
 Many rows are encoded at once, each with a length of its own: what lies beyond it is
-padding. Inside a row the code follows the text, place after place. For column blocks all
-rows have one length: elements are sorted into tiles and blocks by tables of their places.
+padding. Inside a row the code follows the text, place after place. For column blocks
+all rows have one length: tables of places sort elements into tiles and blocks.
 """
 
 import dataclasses
@@ -170,9 +170,9 @@ def encode(
 def column_tables(
     size: int, columns: int, block_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the elements of each tile `[tiles, 512]` and block `[blocks, block_size]`.
+    """Returns which elements are in tiles and blocks; places of padding hold `size`.
 
-    Places of padding hold `size`.
+    The tables are `[tiles, 512]` and `[blocks, block_size]`.
     """
     width = columns
     while width % 32 != 0:
