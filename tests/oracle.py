@@ -140,7 +140,9 @@ def encode(
     """
     rows, size = x.shape
     sizes = np.full(rows, size) if sizes is None else np.asarray(sizes)
-    width = -(-size // 1024) * 1024
+    # Noise needs whole tiles.
+    unit = 1024 if words is None else block_size
+    width = -(-size // unit) * unit
     padded = np.zeros((rows, width), x.dtype)
     padded[:, :size] = x
     present = np.arange(width) < sizes[:, None]
@@ -151,7 +153,6 @@ def encode(
     wide = padded.astype(f32)
     if stochastic:
         words = noise_words(seed, wide) if words is None else words
-        words = np.pad(words, ((0, 0), (0, width - words.shape[1])))
         noise = words >> (np.uint32(16) - f)
     else:
         noise = np.uint32(1) << (f - np.uint32(1))
