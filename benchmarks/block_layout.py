@@ -1,9 +1,19 @@
 """Row blocks against column blocks: signal-to-noise ratio of real residuals.
 
 Both have the same block size, and so the same bytes, but for padding. A figure is the
-mean over the arrays of a kind, stochastic rounding.
+mean over the arrays of a kind; rounding is stochastic. The models are small and briefly
+trained. The last axis is that of channels; of attention probabilities, that of keys.
 
-RULE
+The rule that the figures give, at 2, 4 and 8 bits alike:
+
+    Use columns for what has channels: inputs and outputs of convolutions, norms and
+    matrix products, residual streams. That is 2 to 3 dB (half a bit) at no cost, and
+    more the larger the blocks; attention outputs gain most, because positions of a
+    sequence are alike. Inputs of convolutions after relu gain 1 dB in blocks of 256 and
+    nothing in blocks of 64: many zeros make all ranges alike.
+    Use rows where the last axis is no channel, above all for attention probabilities: a
+    row of them sums to 1 and a column mixes rows of different peaks, 8 to 14 dB worse.
+    Use rows for few rows: below 256 rows, columns store more than row blocks do.
 
 Examples:
     python -m benchmarks.block_layout
