@@ -53,7 +53,8 @@ void ForUnits(const Units& units, const Helpers& helpers,
               const std::function<void(int64_t, int64_t)>& run) {
   if (units.count == 0) return;
   const int64_t count = units.count;
-  const int64_t per_piece = units.nbytes < kPieceNbytes ? kPieceNbytes / units.nbytes : 1;
+  const bool is_small = units.nbytes < kPieceNbytes;
+  const int64_t per_piece = is_small ? kPieceNbytes / units.nbytes : 1;
   const auto piece = [=](int64_t i) {
     const FlushSubnormals flush;
     const int64_t first = i * per_piece;

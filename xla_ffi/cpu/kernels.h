@@ -30,7 +30,7 @@ static_assert(kMaxPanelLaneGroups * kMinBlockSize <= kPanelTiles * kTileRows);
 
 // The panels of a row, numbered from left to right and then down.
 struct PanelLayout {
-  constexpr explicit PanelLayout(const AffineShape& shape) : down(0), across(0), lanes(0) {
+  constexpr explicit PanelLayout(const AffineShape& shape) {
     const ColumnLayout layout(shape.row_elements, shape.columns);
     // Few rows make for wide panels.
     const int64_t few = CeilDiv(layout.num_rows, kMinBlockSize) * kMinBlockSize;
@@ -43,8 +43,9 @@ struct PanelLayout {
 
   constexpr int64_t PerRow() const { return down * across; }
 
-  int64_t down, across;
-  int64_t lanes;  // of all panels but those at the right edge
+  int64_t down = 0;
+  int64_t across = 0;
+  int64_t lanes = 0;  // of all panels but those at the right edge
 };
 
 // A batch of rows, encoded or to be encoded. Pointers are to the start of the batch.

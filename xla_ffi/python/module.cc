@@ -107,9 +107,9 @@ void CheckCode(int64_t bits, int64_t block_size) {
 
 void CheckColumns(int64_t columns, int64_t row_elements) {
   if (!IsNumberOfColumns(columns, row_elements)) {
-    throw py::value_error("`columns` must be 0 or divide the number of elements of a row (" +
-                          std::to_string(row_elements) + "), but got " +
-                          std::to_string(columns) + ".");
+    throw py::value_error(
+        "`columns` must be 0 or divide the number of elements of a row (" +
+        std::to_string(row_elements) + "), but got " + std::to_string(columns) + ".");
   }
 }
 
