@@ -377,6 +377,27 @@ def test_few_rows_are_stored_in_row_blocks(
         assert_same_bits(part, wanted)
 
 
+def test_transformations_of_the_codec_agree_with_a_loop(key: jax.Array) -> None:
+    # Every matrix alone has rows enough for columns.
+    codec = Affine(bits=2, block_size=64, blocks="columns")
+    x = jax.random.normal(key, (3, 70, 64)) * jnp.arange(64.0)
+    matrix = like(x[0])
+    packed = [codec.encode(m) for m in x]
+    assert packed[0].scale.shape == (128,)
+    stacked = jax.tree.map(lambda *p: jnp.stack(p), *packed)
+    decoded = jnp.stack([codec.decode(p, matrix) for p in packed])
+
+    mapped = jax.jit(jax.vmap(codec.encode))(x)
+    _, scanned = jax.lax.scan(lambda _, m: (None, codec.encode(m)), None, x)
+    for parts in (mapped, scanned):
+        for part, wanted in zip(
+            jax.tree.leaves(parts), jax.tree.leaves(stacked), strict=True
+        ):
+            assert_same_bits(part, wanted)
+    decode = jax.jit(jax.vmap(lambda p: codec.decode(p, matrix)))
+    assert_same_bits(decode(stacked), decoded)
+
+
 @pytest.mark.parametrize("shape", [(64, 64), (2, 40, 50, 48), (3000, 3), (1041, 256)])
 @every_width
 def test_packed_nbytes_is_what_encode_produces(
