@@ -41,6 +41,7 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.step_memory --batch 64 --no-saved --no-temp --time --rss \
 	  --out benchmarks/results/step_time.json
 	$(RUN) -m benchmarks.codec_throughput
+	$(RUN) -m benchmarks.block_layout
 	$(RUN) -m benchmarks.quantizer_cost
 	$(RUN) -m benchmarks.transformer_memory --time
 	$(RUN) -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16 \

@@ -29,6 +29,7 @@ from dafjax.codecs import AbstractCodec, Affine, Bitmask
 
 
 _BLOCK_SIZE = 256
+_CHANNELS = 512  # of the matrices for column blocks
 _SEED = 0
 _READ = "read"
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -92,7 +93,8 @@ def codecs() -> dict[str, AbstractCodec]:
         for bits in (1, 2, 4, 8)
         for rounding in ("stochastic", "nearest")
     }
-    return {**affine, "bitmask": Bitmask()}
+    columns = {"affine2 columns": Affine(2, _BLOCK_SIZE, blocks="columns")}
+    return {**affine, **columns, "bitmask": Bitmask()}
 
 
 def direct_contenders(nbytes: int, threads: int) -> dict[str, Contender]:
@@ -105,7 +107,7 @@ def direct_contenders(nbytes: int, threads: int) -> dict[str, Contender]:
     contenders: dict[str, Contender] = {}
     for name, codec in codecs().items():
         if isinstance(codec, Affine):
-            parameters = (codec.bits, codec.block_size)
+            columns = _CHANNELS if codec.blocks == "columns" else 0
             pack = functools.partial(
                 _cpu.pack_affine,
                 x=floats,
@@ -113,8 +115,11 @@ def direct_contenders(nbytes: int, threads: int) -> dict[str, Contender]:
                 bits=codec.bits,
                 block_size=codec.block_size,
                 stochastic=codec.rounding == "stochastic",
+                columns=columns,
             )
-            unpack = functools.partial(_unpack_affine, floats.size, *parameters)
+            unpack = functools.partial(
+                _unpack_affine, floats.size, codec.bits, codec.block_size, columns
+            )
         else:
             pack = functools.partial(_cpu.pack_bitmask, x=mask)
             unpack = functools.partial(_unpack_bitmask, mask.size)
@@ -138,6 +143,8 @@ def jitted_contenders(nbytes: int) -> dict[str, Contender]:
     contenders: dict[str, Contender] = {}
     for name, codec in codecs().items():
         x = jax.device_put(mask if isinstance(codec, Bitmask) else floats)
+        if isinstance(codec, Affine) and codec.blocks == "columns":
+            x = x.reshape(-1, _CHANNELS)
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)
         packed = codec.encode(x)
         contenders[f"pack {name}"] = Contender(
@@ -177,12 +184,13 @@ def _unpack_affine(
     size: int,
     bits: int,
     block_size: int,
+    columns: int,
     packed: tuple[np.ndarray, ...],
     instruction_set: str,
     threads: int,
 ) -> np.ndarray:
     return _cpu.unpack_affine(
-        instruction_set, *packed, size, bits, block_size, "float32", threads
+        instruction_set, *packed, size, bits, block_size, "float32", threads, columns
     )
 
 
@@ -245,6 +253,7 @@ def _speed(timing: Timing, megabytes: int) -> Record:
 def measure_accuracy(size: int = 2**20) -> list[Record]:
     """Measures rate and distortion of the codecs on normal and on relu data."""
     normal = np.random.default_rng(0).standard_normal(size, np.float32)
+    normal = normal.reshape(-1, _CHANNELS)
     data = {"normal": normal, "relu": np.maximum(normal, 0)}
     return [
         {

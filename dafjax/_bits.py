@@ -8,8 +8,6 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from dafjax.codecs import Affine
-
 
 CHOICES = (1, 2, 3, 4, 8)
 
@@ -120,8 +118,8 @@ class Bits:
         assert isinstance(self.names, tuple)
         return self.names
 
-    def codec(self, names: Sequence[str], use: Use) -> Affine:
-        """Returns the codec of a residual.
+    def of(self, names: Sequence[str], use: Use) -> int:
+        """Returns the bits of a residual.
 
         Args:
             names: Its names.
@@ -129,10 +127,9 @@ class Bits:
         """
         for pattern, bits in self._pairs:
             if matches(pattern, names):
-                return Affine(bits=bits)
+                return bits
         assert self.nonlinear is not None
-        of_use = (self.linear, self.nonlinear, _AMPLIFIED_BITS)
-        return Affine(bits=of_use[use])
+        return (self.linear, self.nonlinear, _AMPLIFIED_BITS)[use]
 
 
 AnyBits: TypeAlias = int | str | Mapping[str, int] | Bits

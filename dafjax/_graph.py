@@ -116,6 +116,23 @@ class Equation:
         return math.prod(aval.shape[axis] for axis in contracted)
 
     @property
+    def makes_channels(self) -> bool:
+        """Whether the last axis of a product is one of features, made by weights.
+
+        Of a convolution the axis of its features; of a `dot_general` one that its
+        second operand alone has, where that has no axis of examples.
+        """
+        if self.primitive == "conv_general_dilated":
+            (aval,) = self.jaxpr.outvars
+            features = self.params["dimension_numbers"].out_spec[1]
+            return features == len(getattr(aval.aval, "shape", ())) - 1
+        if self.primitive != "dot_general":
+            return False
+        (_, contracted), (_, batch) = self.params["dimension_numbers"]
+        aval: Any = self.jaxpr.eqns[0].invars[1].aval
+        return not batch and aval.ndim > len(contracted)
+
+    @property
     def has_effect(self) -> bool:
         """Whether it does more than compute its outputs."""
         return bool(self.jaxpr.eqns[0].effects)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dafjax._bits import Bits, Use
 from dafjax._bodies import reads_packed
+from dafjax._channels import find_channels
 from dafjax._graph import Equation, live_equations, names_of_place
 from dafjax._linearity import find_uses
 from dafjax._pooling import Pooling, find_poolings, note_places
@@ -16,7 +17,7 @@ from dafjax._primitives import is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_masks, selection
 from dafjax._residuals import Program
 from dafjax._steering import find_steering
-from dafjax.codecs import AbstractCodec
+from dafjax.codecs import AbstractCodec, Affine
 from dafjax.policies import (
     AbstractPolicy,
     Compress,
@@ -165,6 +166,7 @@ def make_plan(
         stack.extend(new)
     inexact = [value for value in kept if _is_inexact(decisions[value])]
     uses = find_uses(recomputed, inexact)
+    channels = find_channels(program, activations)
     names = _find_names(program)
     return ProgramPlan(
         program=program,
@@ -176,7 +178,11 @@ def make_plan(
                 value,
                 producers.get(value),
                 decisions[value],
-                bits.codec(names[value], uses.get(value, Use.LINEAR)),
+                _default_codec(
+                    bits.of(names[value], uses.get(value, Use.LINEAR)),
+                    tuple(program.avals[value].shape),
+                    has_channels=value in channels,
+                ),
                 is_packed=value in packed,
             )
             for value in sorted(kept)
@@ -184,6 +190,14 @@ def make_plan(
         arguments=tuple(sorted(arguments)),
         recomputed=recomputed,
     )
+
+
+def _default_codec(bits: int, shape: tuple[int, ...], *, has_channels: bool) -> Affine:
+    """Returns the codec of what a policy leaves open."""
+    columns = Affine(bits=bits, blocks="columns")
+    if has_channels and columns.has_full_columns(shape):
+        return columns
+    return Affine(bits=bits)
 
 
 def _is_inexact(decision: Decision) -> bool:

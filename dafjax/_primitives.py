@@ -120,6 +120,14 @@ def linear_operands(primitive: str, num_operands: int) -> range:
     return range(1, num_operands) if primitive in _LINEAR_BUT_FIRST else range(0)
 
 
+def keeps_last_axis(primitive: str) -> bool:
+    """Returns whether elements of a result are of the channels that operands have.
+
+    That is, if the results have the shape of the operands.
+    """
+    return primitive in _ELEMENTWISE or primitive in _PLACING or primitive == "name"
+
+
 def keeps_values(primitive: str) -> bool:
     """Returns whether all elements of the result of one operand are elements of it."""
     return primitive in _VALUE_KEEPING

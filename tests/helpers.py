@@ -13,6 +13,7 @@ AFFINE_CODECS: tuple[Affine, ...] = (
     Affine(bits=3, block_size=512, rounding="nearest"),
     Affine(bits=4, block_size=128, rounding="nearest"),
     Affine(bits=8, block_size=1024),
+    Affine(bits=4, block_size=64, blocks="columns"),
 )
 ALL_CODECS: tuple[AbstractCodec, ...] = (*AFFINE_CODECS, Bitmask())
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -92,6 +93,18 @@ def hostile_rows(
             raise ValueError(f"`kind` must be one of {DATA_KINDS}, not {kind!r}.")
     with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(np.float32).astype(_as_numpy(dtype))
+
+
+def mixed_rows(rows: int, size: int, dtype: str, seed: int) -> np.ndarray:
+    """Returns rows of every kind of data, one kind after another."""
+    rng = np.random.default_rng(seed)
+    parts = [hostile_rows(rng, kind, rows, size, dtype) for kind in DATA_KINDS]
+    return np.stack([parts[i % len(parts)][i] for i in range(rows)])
+
+
+def storage(x: np.ndarray) -> np.ndarray:
+    """Returns what the kernels take: bfloat16 as uint16."""
+    return x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x
 
 
 def _as_numpy(dtype: str) -> np.dtype:

@@ -1,7 +1,8 @@
 """The packed format in NumPy, written from `xla_ffi/README.md` and nothing else.
 
 Many rows are encoded at once, each with a length of its own: what lies beyond it is
-padding. Inside a row the code follows the text, place after place.
+padding. Inside a row the code follows the text, place after place. For column blocks
+all rows have one length: tables of places sort elements into tiles and blocks.
 """
 
 import dataclasses
@@ -139,7 +140,9 @@ def encode(
     """
     rows, size = x.shape
     sizes = np.full(rows, size) if sizes is None else np.asarray(sizes)
-    width = -(-size // 1024) * 1024
+    # Noise needs whole tiles.
+    unit = 1024 if words is None else block_size
+    width = -(-size // unit) * unit
     padded = np.zeros((rows, width), x.dtype)
     padded[:, :size] = x
     present = np.arange(width) < sizes[:, None]
@@ -163,6 +166,62 @@ def encode(
     code = np.where(np.isfinite(wide), code, special.astype(np.uint32))
     code = np.where(present, code, np.uint32(0))
     return Encoded(sizes, bits, block_size, code, scale, minimum)
+
+
+def column_tables(
+    size: int, columns: int, block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which elements are in tiles and blocks; places of padding hold `size`.
+
+    The tables are `[tiles, 512]` and `[blocks, block_size]`.
+    """
+    width = columns
+    while width % 32 != 0:
+        width += columns
+    rows = -(-size // width)
+    element = np.arange(size)
+    row, lane = element // width, element % width
+    tile = row // 16 * (width // 32) + lane // 32
+    tiles = np.full((-(-rows // 16) * (width // 32), 512), size)
+    tiles[tile, row % 16 * 32 + lane % 32] = element
+    blocks = np.full((-(-rows // block_size) * width, block_size), size)
+    blocks[row // block_size * width + lane, row % block_size] = element
+    return tiles, blocks
+
+
+def encode_columns(
+    x: np.ndarray, seed: int, bits: int, block_size: int, stochastic: bool, columns: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Encodes rows `[rows, n]`: words and the patterns of scale and minimum."""
+    rows, size = x.shape
+    tiles, blocks = column_tables(size, columns, block_size)
+    padded = np.concatenate([x, np.zeros((rows, 1), x.dtype)], axis=1)
+    noise = np.zeros((rows, size + 1), np.uint32)
+    noise[:, tiles] = noise_words(
+        seed, padded[:, tiles].reshape(rows, -1).astype(f32)
+    ).reshape(rows, *tiles.shape)
+
+    # Each block is a row of its own, as long as it has elements: they come first.
+    code = np.zeros((rows, size + 1), np.uint32)
+    encoded = encode(
+        padded[:, blocks].reshape(rows * len(blocks), block_size),
+        seed,
+        bits,
+        block_size,
+        stochastic,
+        sizes=np.tile(np.sum(blocks < size, axis=1), rows),
+        words=noise[:, blocks].reshape(rows * len(blocks), block_size),
+    )
+    of_blocks = encoded.codes[:, :block_size].reshape(rows, *blocks.shape)
+    code[:, blocks] = of_blocks
+    code[:, size] = 0
+    planes = pack_planes(code[:, tiles].reshape(rows, -1), bits)
+    words = np.concatenate([plane.reshape(rows, -1) for plane in planes], axis=1)
+    patterns = (
+        part[:, 0].reshape(rows, len(blocks)).astype(bfloat16).view(np.uint16)
+        for part in (encoded.scale, encoded.minimum)
+    )
+    return words, *patterns
 
 
 def pack_planes(codes: np.ndarray, bits: int) -> list[np.ndarray]:
@@ -209,14 +268,24 @@ def decode(
     dtype: np.dtype,
     bits: int,
     block_size: int,
+    columns: int = 0,
 ) -> np.ndarray:
     """Decodes rows; scale and minimum are patterns `[rows, blocks]` of bfloat16.
 
     The product has 16 significant bits, so that the float64 sum is inexact only if one
     operand is below 2^-28 of the other; rounding twice then gives the same float32.
     """
-    codes = unpack_planes(words, size, bits)
-    block = np.arange(size) // block_size
+    if columns == 0:
+        codes = unpack_planes(words, size, bits)
+        block = np.arange(size) // block_size
+    else:
+        tiles, blocks = column_tables(size, columns, block_size)
+        codes = np.zeros((len(words), size + 1), np.uint32)
+        codes[:, tiles.ravel()] = unpack_planes(words, tiles.size, bits)
+        codes = codes[:, :size]
+        block = np.zeros(size + 1, np.int64)
+        block[blocks] = np.arange(len(blocks))[:, None]
+        block = block[:size]
     scale = scale.view(bfloat16).astype(np.float64)[:, block]
     minimum = minimum.view(bfloat16).astype(np.float64)[:, block]
     flagged = np.signbit(scale)

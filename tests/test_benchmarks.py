@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    block_layout,
     codec_throughput,
     eager_overhead,
     environment,
@@ -21,6 +22,7 @@ from benchmarks import (
     naive_codec,
     peak_rss,
     quantizer_cost,
+    residuals,
     step_memory,
     training,
     transformer_memory,
@@ -35,6 +37,7 @@ PROGRAMS = (
     "peak_rss",
     "codec_throughput",
     "quantizer_cost",
+    "block_layout",
     "accuracy",
     "transformer_memory",
     "eager_overhead",
@@ -232,10 +235,34 @@ def test_kernels_are_checked_and_timed(tmp_path):
     result = json.loads(out.read_text())
     operations = {record["operation"] for record in result["throughput"]}
     assert {"pack affine2 stochastic", "unpack affine8", "pack bitmask"} <= operations
+    assert {"pack affine2 columns", "unpack affine2 columns"} <= operations
     assert all(r["fraction_of_read"]["median"] > 0 for r in result["throughput"])
     rates = {r["codec"]: r["bits_per_element"] for r in result["accuracy"]}
     assert rates["affine2 stochastic"] == 2.125
     assert result["environment"]["instruction_set"] is not None
+
+
+def test_layouts_differ_where_channels_do(rng):
+    channels = (rng.standard_normal((512, 64)) * np.arange(64)).astype(np.float32)
+    values = {"channels": [channels], "rows": [channels.T.copy()]}
+    by_kind = {r["values"]: r for r in block_layout.measure(values, (4,), 64)}
+    assert by_kind["channels"]["gain_db"] > 1
+    assert by_kind["rows"]["gain_db"] < -1
+    for record in by_kind.values():
+        assert record["rows_bits_per_element"] == 4.5
+        assert record["columns_bits_per_element"] == 4.5
+
+
+def test_values_of_the_layers_are_recorded():
+    values = residuals.gpt2_values(batch=1, steps=0)
+    probabilities = values["GPT-2: attention probabilities"]
+    assert [p.shape for p in probabilities] == [(1, 4, 256, 256)] * 4
+    np.testing.assert_allclose(probabilities[0].sum(axis=-1), 1, rtol=1e-5)
+    assert values["GPT-2: qkv"][0].shape == (1, 256, 768)
+    assert len(values["GPT-2: norm input (stream)"]) == 9
+    values = residuals.resnet_values(width=2, batch=2, steps=1)
+    assert len(values["ResNet: conv output, norm input"]) == 20
+    assert len(values["ResNet: conv input (after relu)"]) == 19
 
 
 @pytest.mark.parametrize("size", [1024, 700])

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from dafjax._native import _library, _reference, pack_affine, unpack_affine
+from dafjax._native._blocks import Blocks
 from tests import oracle
-from tests.helpers import DATA_KINDS, FLOAT_DTYPES, assert_same_bits, hostile_rows
+from tests.helpers import FLOAT_DTYPES, assert_same_bits, mixed_rows, storage
 
 
 SEED = 20_240_917
@@ -32,18 +33,6 @@ every_rounding = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def library() -> ModuleType:
     return _library.load()
-
-
-def mixed_rows(rows: int, size: int, dtype: str, seed: int) -> np.ndarray:
-    """Returns rows of every kind of data, one kind after another."""
-    rng = np.random.default_rng(seed)
-    parts = [hostile_rows(rng, kind, rows, size, dtype) for kind in DATA_KINDS]
-    return np.stack([parts[i % len(parts)][i] for i in range(rows)])
-
-
-def storage(x: np.ndarray) -> np.ndarray:
-    """Returns what the kernels take: bfloat16 as uint16."""
-    return x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x
 
 
 def grid_rows(dtype: str, step: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -189,7 +178,7 @@ def test_the_reference_equals_the_oracle_at_every_length(
             _reference.encode_padded,
             dtype=np.dtype(np.float32),
             bits=bits,
-            block_size=block_size,
+            blocks=Blocks(block_size, columns=0),
             stochastic=stochastic,
         )
     )(x.view(np.uint32), jnp.uint32(SEED), jnp.asarray(sizes, jnp.uint32)[:, None])

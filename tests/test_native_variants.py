@@ -19,8 +19,20 @@ def _values(rng, shape, dtype):
     return x.astype(DTYPES[dtype])
 
 
-def _pack(variant, x, *, bits=2, block_size=256, stochastic=True, threads=1, dtype):
-    return _cpu.pack_affine(variant, x, 7, bits, block_size, stochastic, threads, dtype)
+def _pack(
+    variant,
+    x,
+    *,
+    bits=2,
+    block_size=256,
+    stochastic=True,
+    threads=1,
+    dtype,
+    columns=0,
+):
+    return _cpu.pack_affine(
+        variant, x, 7, bits, block_size, stochastic, threads, dtype, columns
+    )
 
 
 def _assert_same(actual, expected):
@@ -46,6 +58,27 @@ def test_packing_and_unpacking_give_the_scalar_bytes(variant, dtype, bits, block
             packed = _pack("scalar", x, **options, dtype=dtype)
             _assert_same(_pack(variant, x, **options, dtype=dtype), packed)
             last = (size, bits, block_size, dtype)
+            expected = _cpu.unpack_affine("scalar", *packed, *last)
+            actual = _cpu.unpack_affine(variant, *packed, *last)
+            np.testing.assert_array_equal(
+                actual.view(np.uint8), expected.view(np.uint8)
+            )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("block_size", [64, 128, 256, 512, 1024])
+def test_column_blocks_have_the_scalar_bytes(variant, dtype, bits, block_size):
+    rng = np.random.default_rng(bits * block_size)
+    for rows, columns in [(0, 3), (17, 3), (70, 32), (33, 96), (1040, 2), (300, 48)]:
+        x = _values(rng, (2, rows * columns), dtype)
+        for stochastic in [False, True]:
+            options = {"bits": bits, "block_size": block_size, "stochastic": stochastic}
+            options |= {"dtype": dtype, "columns": columns}
+            packed = _pack("scalar", x, **options)
+            _assert_same(_pack(variant, x, **options), packed)
+            last = (x.shape[1], bits, block_size, dtype, 1, columns)
             expected = _cpu.unpack_affine("scalar", *packed, *last)
             actual = _cpu.unpack_affine(variant, *packed, *last)
             np.testing.assert_array_equal(
@@ -111,6 +144,8 @@ def test_the_read_pass_sums():
         ),
         ({"bits": 5}, "`bits` must be 1, 2, 3, 4 or 8, but got 5"),
         ({"block_size": 65}, "`block_size` must be 64, 128, .*, but got 65"),
+        ({"columns": 2}, "`columns` must be 0 or divide .* a row \\(3\\), but got 2"),
+        ({"columns": 2**60}, "`columns` must be 0 or divide .* but got 1152921504606"),
         ({"num_threads": 0}, "`num_threads` must be in 1 .. 1024, but got 0"),
         ({"dtype": "int8"}, "`dtype` must be one of float32, bfloat16, .*int8"),
         ({"x": np.zeros(3, np.float32)}, "`x` must be a C-contiguous float32"),

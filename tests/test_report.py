@@ -95,7 +95,7 @@ def test_the_printed_table_has_place_decision_bytes_and_source(key, capsys):
     for part in (
         "head/dot_general",
         "float32[256,256]",
-        "compress Affine(bits=4",
+        "compress 4 bits, rows",
         "256.0 KiB",
         "33.0 KiB",
         "test_report.py",

@@ -25,10 +25,13 @@ LIMIT = scipy.stats.norm.isf(1e-6 / 2 / 10_000)
 MINIMAL_P = 1e-6
 
 every_width = pytest.mark.parametrize("bits", oracle.BITS)
+every_layout = pytest.mark.parametrize("columns", [0, 32], ids=["rows", "columns"])
 
 
 @functools.cache
-def sample(bits: int, planted_bias: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+def sample(
+    bits: int, planted_bias: float = 0.0, columns: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns codes `[seeds, elements]` and their expected values, exactly known.
 
     A planted bias, in steps, is added to what is encoded and not to what is expected.
@@ -36,14 +39,23 @@ def sample(bits: int, planted_bias: float = 0.0) -> tuple[np.ndarray, np.ndarray
     # The first two elements of a block fix its range, 0 to `levels`: a step is 1.
     levels = 2**bits - 1
     x = np.random.default_rng(bits).uniform(0, levels - 0.05, SIZE).astype(np.float32)
-    x[0::BLOCK], x[1::BLOCK] = 0, levels
-    q, f, _, _ = oracle.fixed_point(x[None], np.array([SIZE]), bits, BLOCK)
+    if columns == 0:
+        x[0::BLOCK], x[1::BLOCK] = 0, levels
+    else:
+        # Each block is 32 rows of one column.
+        x[:columns], x[columns : 2 * columns] = 0, levels
+    # All blocks have the same range, so that row blocks tell where elements lie.
+    ranged = x.copy()
+    ranged[0::BLOCK], ranged[1::BLOCK] = 0, levels
+    q, f, _, _ = oracle.fixed_point(ranged[None], np.array([SIZE]), bits, BLOCK)
     expected = q[0] / 2.0 ** f[0, 0]
-    inner = (x > 0) & (x < levels)
+    inner = (ranged > 0) & (ranged < levels) & (x > 0) & (x < levels)
     x = np.where(inner, x + np.float32(planted_bias), x)
 
     seeds = jnp.arange(NUM_SEEDS, dtype=jnp.uint32)
-    pack = functools.partial(pack_affine, bits=bits, block_size=BLOCK, stochastic=True)
+    pack = functools.partial(
+        pack_affine, bits=bits, block_size=BLOCK, stochastic=True, columns=columns
+    )
     words = jax.jit(jax.vmap(pack, in_axes=(None, 0)))(jnp.asarray(x), seeds)[0]
     codes = oracle.unpack_planes(np.asarray(words), SIZE, bits)
     return codes[:, inner], expected[inner]
@@ -67,22 +79,25 @@ def pooled_deviate(codes: np.ndarray, expected: np.ndarray) -> float:
 
 
 @every_width
-def test_the_mean_of_every_code_is_its_value(bits: int) -> None:
-    z = deviates(*sample(bits))
+@every_layout
+def test_the_mean_of_every_code_is_its_value(bits: int, columns: int) -> None:
+    z = deviates(*sample(bits, columns=columns))
     assert z.size > 900
     assert np.max(np.abs(z)) < LIMIT
 
 
 @every_width
-def test_the_deviates_of_the_means_are_normal(bits: int) -> None:
-    z = deviates(*sample(bits))
+@every_layout
+def test_the_deviates_of_the_means_are_normal(bits: int, columns: int) -> None:
+    z = deviates(*sample(bits, columns=columns))
     p_value = scipy.stats.chi2.sf(np.sum(z**2), z.size)
     assert MINIMAL_P < p_value < 1 - MINIMAL_P
 
 
 @every_width
-def test_there_is_no_common_bias(bits: int) -> None:
-    codes, expected = sample(bits)
+@every_layout
+def test_there_is_no_common_bias(bits: int, columns: int) -> None:
+    codes, expected = sample(bits, columns=columns)
     assert codes.size > 10**6
     assert abs(pooled_deviate(codes, expected)) < 5
 

@@ -19,16 +19,26 @@ from dafjax._native._primitive import (
     to_front,
 )
 from dafjax._native._sharding import DivisionRule, batch_of, independent, rows_like
-from dafjax._typing import Array, Static
+from dafjax._typing import Array
 
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def pack_affine(
-    x: Array, seed: Array, *, bits: int, block_size: int, stochastic: bool
+    x: Array,
+    seed: Array,
+    *,
+    bits: int,
+    block_size: int,
+    stochastic: bool,
+    columns: int = 0,
 ) -> tuple[Array, Array, Array]:
     """Encodes each row of an array as affine codes: `xla_ffi/README.md`, section 2.
+
+    With `columns`, each row is a matrix `[n / columns, columns]` in C order, and blocks
+    are of its columns: section 4. The sizes of the results are then those of its tiles
+    and blocks; without, they are those below.
 
     Args:
         x: float32, bfloat16 or float16 `[*batch, n]`.
@@ -36,6 +46,8 @@ def pack_affine(
         bits: Bits of a code: 1, 2, 3, 4 or 8.
         block_size: Elements that share a scale: 64, 128, 256, 512 or 1024.
         stochastic: Whether codes are rounded at random, without bias, or to nearest.
+        columns: The columns of a row, a divisor of `n`; 0 for blocks of consecutive
+            elements.
 
     Returns:
         Codes, uint16 `[*batch, ceil(n / 512) * 32 * bits]`, and scale and minimum,
@@ -46,7 +58,12 @@ def pack_affine(
         ValueError: `x` is a scalar, `seed` is none, or a parameter is not in its set.
     """
     codes, scale, minimum = pack_affine_p.bind(
-        x, seed, bits=bits, block_size=block_size, stochastic=stochastic
+        x,
+        seed,
+        bits=bits,
+        block_size=block_size,
+        stochastic=stochastic,
+        columns=columns,
     )
     return codes, scale, minimum
 
@@ -60,6 +77,7 @@ def unpack_affine(
     dtype: np.dtype,
     bits: int,
     block_size: int,
+    columns: int = 0,
 ) -> Array:
     """Decodes rows: `value = minimum + code * |scale|`, rounded to `dtype`.
 
@@ -72,13 +90,14 @@ def unpack_affine(
         dtype: float32, bfloat16 or float16.
         bits: As they were encoded with.
         block_size: As it was encoded with.
+        columns: As it was encoded with.
 
     Returns:
         An array `[*batch, size]` of `dtype`.
 
     Raises:
         TypeError: An operand or `dtype` is not of the dtypes above.
-        ValueError: The shapes do not belong to `size`, `bits` and `block_size`.
+        ValueError: The shapes do not belong to the parameters.
     """
     return unpack_affine_p.bind(
         codes,
@@ -89,11 +108,12 @@ def unpack_affine(
         dtype=jnp.dtype(dtype),
         bits=bits,
         block_size=block_size,
+        columns=columns,
     )
 
 
 def _pack_abstract_eval(
-    x: Any, seed: Any, *, bits: int, block_size: int, stochastic: bool
+    x: Any, seed: Any, *, bits: int, block_size: int, stochastic: bool, columns: int
 ) -> tuple[Any, Any, Any]:
     _check_parameters("pack_affine", bits, block_size)
     _check_dtype("pack_affine", "x", x.dtype, DTYPES)
@@ -103,8 +123,10 @@ def _pack_abstract_eval(
     if seed.shape != ():
         raise ValueError(f"pack_affine: `seed` must be a scalar, not {seed.shape}.")
     size = x.shape[-1]
-    blocks = rows_like(x, num_blocks(size, block_size), jnp.dtype(jnp.bfloat16))
-    words = rows_like(x, num_words(size, bits), jnp.dtype(jnp.uint16))
+    _check_columns("pack_affine", columns, size)
+    num = num_blocks(size, block_size, columns)
+    blocks = rows_like(x, num, jnp.dtype(jnp.bfloat16))
+    words = rows_like(x, num_words(size, bits, columns), jnp.dtype(jnp.uint16))
     return words, blocks, blocks
 
 
@@ -117,23 +139,27 @@ def _unpack_abstract_eval(
     dtype: np.dtype,
     bits: int,
     block_size: int,
+    columns: int,
 ) -> Any:
     _check_parameters("unpack_affine", bits, block_size)
     _check_dtype("unpack_affine", "dtype", dtype, DTYPES)
     _check_dtype("unpack_affine", "codes", codes.dtype, (jnp.dtype(jnp.uint16),))
     _check_dtype("unpack_affine", "scale", scale.dtype, (jnp.dtype(jnp.bfloat16),))
     _check_dtype("unpack_affine", "minimum", minimum.dtype, (jnp.dtype(jnp.bfloat16),))
+    _check_columns("unpack_affine", columns, size)
     batch = codes.shape[:-1]
+    blocks = (*batch, num_blocks(size, block_size, columns))
     expected = {
-        "codes": (codes, (*batch, num_words(size, bits))),
-        "scale": (scale, (*batch, num_blocks(size, block_size))),
-        "minimum": (minimum, (*batch, num_blocks(size, block_size))),
+        "codes": (codes, (*batch, num_words(size, bits, columns))),
+        "scale": (scale, blocks),
+        "minimum": (minimum, blocks),
     }
     for name, (aval, shape) in expected.items():
         if aval.shape != shape:
             raise ValueError(
                 f"unpack_affine: `{name}` must have shape {shape} for size={size}, "
-                f"bits={bits} and block_size={block_size}, but has {aval.shape}."
+                f"bits={bits}, block_size={block_size} and columns={columns}, but has "
+                f"{aval.shape}."
             )
     return rows_like(codes, size, dtype)
 
@@ -172,6 +198,14 @@ def _check_parameters(function: str, bits: int, block_size: int) -> None:
         )
 
 
+def _check_columns(function: str, columns: int, size: int) -> None:
+    if columns < 0 or (columns > 0 and size % columns != 0):
+        raise ValueError(
+            f"{function}: `columns` must be 0 or divide the elements of a row, {size}, "
+            f"but is {columns}."
+        )
+
+
 def _check_dtype(
     function: str, name: str, dtype: np.dtype, valid: Sequence[np.dtype]
 ) -> None:
@@ -180,16 +214,20 @@ def _check_dtype(
         raise TypeError(f"{function}: `{name}` must be {names}, not {dtype.name}.")
 
 
-def _pack_attributes(*, bits: int, block_size: int, stochastic: bool) -> dict[str, Any]:
+def _pack_attributes(*, stochastic: bool, **code: int) -> dict[str, Any]:
+    return {**_code_attributes(**code), "stochastic": np.int64(stochastic)}
+
+
+def _unpack_attributes(*, size: int, dtype: np.dtype, **code: int) -> dict[str, Any]:
+    return _code_attributes(**code)
+
+
+def _code_attributes(*, bits: int, block_size: int, columns: int) -> dict[str, Any]:
     return {
         "bits": np.int64(bits),
         "block_size": np.int64(block_size),
-        "stochastic": np.int64(stochastic),
+        "columns": np.int64(columns),
     }
-
-
-def _unpack_attributes(*, bits: int, block_size: int, **_: Static) -> dict[str, Any]:
-    return {"bits": np.int64(bits), "block_size": np.int64(block_size)}
 
 
 def _batch_pack(

@@ -1,5 +1,8 @@
 """Sizes of the packed layout, the Python counterpart of `xla_ffi/format`."""
 
+import math
+
+
 # Elements of a tile: ROWS rows of LANES lanes (xla_ffi/README.md, section 1).
 LANES = 32
 ROWS = 16
@@ -17,16 +20,37 @@ BITS = tuple(PLANE_WIDTHS)
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
 
 
-def num_tiles(size: int) -> int:
-    """Returns the number of tiles of a row of `size` elements."""
-    return -(-size // TILE)
+def folded_width(columns: int) -> int:
+    """Returns the lanes of a folded row: the least multiple of `columns` and 32."""
+    return math.lcm(columns, LANES)
 
 
-def num_blocks(size: int, block_size: int) -> int:
-    """Returns the number of blocks of a row of `size` elements."""
-    return -(-size // block_size)
+def num_positions(size: int, columns: int) -> int:
+    """Returns the whole folded rows of a matrix: what the blocks of a lane share."""
+    return size // folded_width(columns) if columns > 0 else 0
 
 
-def num_words(size: int, bits: int) -> int:
-    """Returns the number of uint16 words of a row of `size` codes of `bits` bits."""
-    return num_tiles(size) * LANES * bits
+def num_tiles(size: int, columns: int = 0) -> int:
+    """Returns the number of tiles of a row of `size` elements.
+
+    Args:
+        size: Elements of the row.
+        columns: Columns of the matrix that the row is; 0 if blocks are of rows.
+    """
+    if columns == 0:
+        return -(-size // TILE)
+    width = folded_width(columns)
+    return -(-size // (width * ROWS)) * (width // LANES)
+
+
+def num_blocks(size: int, block_size: int, columns: int = 0) -> int:
+    """Returns the number of blocks of a row of `size` elements. As `num_tiles`."""
+    if columns == 0:
+        return -(-size // block_size)
+    width = folded_width(columns)
+    return -(-size // (width * block_size)) * width
+
+
+def num_words(size: int, bits: int, columns: int = 0) -> int:
+    """Returns the uint16 words of a row of `size` codes. As `num_tiles`."""
+    return num_tiles(size, columns) * LANES * bits

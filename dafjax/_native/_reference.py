@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from dafjax._native import _float_bits as fb
+from dafjax._native._blocks import Blocks
 from dafjax._native._layout import TILE, num_blocks, num_tiles
 from dafjax._native._noise import checksums, noise_words
 from dafjax._native._planes import pack_planes, to_tiles, unpack_planes
@@ -24,26 +25,33 @@ _TOP_CODE = 65535
 
 
 def pack_affine(
-    x: Array, seed: Array, *, bits: int, block_size: int, stochastic: bool
+    x: Array,
+    seed: Array,
+    *,
+    bits: int,
+    block_size: int,
+    stochastic: bool,
+    columns: int = 0,
 ) -> tuple[Array, Array, Array]:
     """Encodes rows: section 2. See `dafjax._native.pack_affine`."""
     size = x.shape[-1]
-    # Both the blocks and the tiles of a padded row are complete.
-    padded = -(-size // max(block_size, TILE)) * max(block_size, TILE)
+    blocks = Blocks(block_size, columns)
     code, scale, minimum = encode_padded(
-        _pad(fb.widened_bits(x), padded),
+        _pad(fb.widened_bits(x), blocks.padded_size(size)),
         seed,
         jnp.uint32(size),
         dtype=x.dtype,
         bits=bits,
-        block_size=block_size,
+        blocks=blocks,
         stochastic=stochastic,
     )
     # Otherwise fusion repeats the work on elements for each plane.
     code = lax.optimization_barrier(code.astype(jnp.uint8)).astype(jnp.uint32)
-    stored = num_blocks(size, block_size)
+    tiles = blocks.to_tiles(code)
+    tiles = lax.slice_in_dim(tiles, 0, num_tiles(size, columns), axis=-3)
+    stored = num_blocks(size, block_size, columns)
     return (
-        pack_planes(to_tiles(_cut(code, num_tiles(size) * TILE)), bits),
+        pack_planes(tiles, bits),
         _cut(fb.to_bfloat16_exact(scale), stored),
         _cut(fb.to_bfloat16_exact(minimum), stored),
     )
@@ -56,7 +64,7 @@ def encode_padded(
     *,
     dtype: np.dtype,
     bits: int,
-    block_size: int,
+    blocks: Blocks,
     stochastic: bool,
 ) -> tuple[Array, Array, Array]:
     """Returns the code of every element, and scale and minimum of every block.
@@ -68,26 +76,27 @@ def encode_padded(
         size: How many elements of a row are no padding; it may be traced.
         dtype: What the elements were before they were widened.
         bits: Bits of a code.
-        block_size: Elements of a block.
+        blocks: How elements are grouped.
         stochastic: Whether rounding is stochastic.
 
     Returns:
         uint32 codes `[*batch, padded]`; scale, its sign set if flagged, and minimum,
         float32 `[*batch, padded / block_size]` that hold bfloat16 values.
     """
-    finite = fb.is_finite(pattern)
-    blocks = (*pattern.shape[:-1], pattern.shape[-1] // block_size, block_size)
     place = lax.broadcasted_iota(jnp.uint32, pattern.shape, pattern.ndim - 1)
-    present = (place < size).reshape(blocks)
+    present = blocks.to_blocks(place < size)
+    tiles = blocks.to_tiles(pattern)
+    pattern = blocks.to_blocks(pattern)
 
-    value = fb.from_bits(fb.flush(pattern)).reshape(blocks)
-    counted = finite.reshape(blocks) & present
+    finite = fb.is_finite(pattern)
+    value = fb.from_bits(fb.flush(pattern))
+    counted = finite & present
     low = jnp.min(jnp.where(counted, value, jnp.float32(np.inf)), axis=-1)
     high = jnp.max(jnp.where(counted, value, jnp.float32(-np.inf)), axis=-1)
     has_finite = low <= high
     low = jnp.where(has_finite, low, jnp.float32(0))
     high = jnp.where(has_finite, high, jnp.float32(0))
-    flagged = jnp.any(~finite.reshape(blocks), axis=-1)
+    flagged = jnp.any(~finite, axis=-1)
 
     minimum, scale = _affine_parameters(low, high, flagged, bits, dtype)
     fraction_bits = jnp.int32(16 - bits) + flagged.astype(jnp.int32)
@@ -108,18 +117,17 @@ def encode_padded(
 
     fraction_bits = fraction_bits.astype(jnp.uint32)[..., None]
     if stochastic:
-        tiles = to_tiles(jnp.where(finite, pattern, jnp.uint32(0)))
-        words = noise_words(seed, checksums(tiles))
-        noise = words.reshape(blocks) >> (jnp.uint32(16) - fraction_bits)
+        tiles = jnp.where(fb.is_finite(tiles), tiles, jnp.uint32(0))
+        words = blocks.from_tiles(noise_words(seed, checksums(tiles)))
+        noise = blocks.to_blocks(words) >> (jnp.uint32(16) - fraction_bits)
     else:
         noise = jnp.uint32(1) << (fraction_bits - jnp.uint32(1))
     code = jnp.minimum(fixed + noise, jnp.uint32(_TOP_CODE)) >> fraction_bits
-    not_finite_code = _not_finite_code(pattern, bits).reshape(blocks)
-    code = jnp.where(finite.reshape(blocks), code, not_finite_code)
+    code = jnp.where(finite, code, _not_finite_code(pattern, bits))
     code = jnp.where(present, code, jnp.uint32(0))
     sign = flagged.astype(jnp.uint32) << jnp.uint32(31)
     scale = fb.from_bits(fb.to_bits(scale) | sign)
-    return code.reshape(pattern.shape), scale, minimum
+    return blocks.from_blocks(code), scale, minimum
 
 
 def _affine_parameters(
@@ -167,15 +175,14 @@ def unpack_affine(
     dtype: np.dtype,
     bits: int,
     block_size: int,
+    columns: int = 0,
 ) -> Array:
     """Decodes rows: section 2. See `dafjax._native.unpack_affine`."""
     codes, scale, minimum = _wait_for(after, codes, scale, minimum)
-    batch = codes.shape[:-1]
-    covered = num_tiles(size) * TILE
-    code = unpack_planes(codes, bits, num_tiles(size)).reshape(*batch, covered)
-    stored = num_blocks(size, block_size)
-    code = _cut(_pad(code, stored * block_size), stored * block_size)
-    code = code.reshape(*batch, stored, block_size)
+    blocks = Blocks(block_size, columns)
+    code = blocks.from_tiles(unpack_planes(codes, bits, num_tiles(size, columns)))
+    padded = num_blocks(size, block_size, columns) * block_size
+    code = blocks.to_blocks(_cut(_pad(code, padded), padded))
 
     scale_bits = fb.bfloat16_bits(scale)[..., None]
     flagged = (scale_bits & jnp.uint32(0x8000)) != jnp.uint32(0)
@@ -194,7 +201,7 @@ def unpack_affine(
     value = fb.round_to(value, dtype)
 
     value = jnp.where(special, _not_finite_value(code, bits, dtype), value)
-    return _cut(value.reshape(*batch, stored * block_size), size)
+    return _cut(blocks.from_blocks(value), size)
 
 
 def _not_finite_value(code: Array, bits: int, dtype: np.dtype) -> Array:

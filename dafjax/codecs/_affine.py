@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dafjax._native import pack_affine, unpack_affine
-from dafjax._native._layout import BITS, BLOCK_SIZES, num_blocks, num_words
+from dafjax._native._layout import (
+    BITS,
+    BLOCK_SIZES,
+    num_blocks,
+    num_positions,
+    num_words,
+)
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
 from dafjax.codecs._rows import from_rows, rows_of, to_rows
@@ -18,12 +24,16 @@ from dafjax.codecs._rows import from_rows, rows_of, to_rows
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ROUNDINGS = ("stochastic", "nearest")
+_BLOCKS = ("rows", "columns")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedAffine:
     """What `Affine.encode` returns for rows `[m, n]`, or one row `[n]`.
+
+    The shapes are those of row blocks; `xla_ffi/README.md`, section 4, has those of
+    column blocks.
 
     Attributes:
         codes: uint16 `[m, ceil(n / 512) * 32 * bits]`, bit planes of the codes.
@@ -63,6 +73,17 @@ class Affine(AbstractCodec):
 
     A block costs `bits + 32 / block_size` bits an element.
 
+    With `blocks="columns"` a block is `block_size` values of one channel, an index of
+    the last axis. That is more accurate by some decibels where channels differ in mean
+    or size, as they do after convolutions and matrix products
+    (`benchmarks/block_layout.py`). An array of `rows` rows is padded to a multiple of
+    16 rows and has a scale and a minimum for each channel: an element costs about
+    `bits * ceil(rows / 16) * 16 / rows + 32 / min(rows, block_size)` bits. If the
+    number of channels is no multiple of 32, several rows count as one, so that it is.
+    Where one example has fewer than 64 such rows, the examples are one array, which
+    devices cannot divide; where all have, or of fewer than two dimensions, arrays are
+    stored in row blocks.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from dafjax.codecs import Affine
@@ -78,6 +99,8 @@ class Affine(AbstractCodec):
         bits: Bits of a code: 1, 2, 3, 4 or 8.
         block_size: Elements that share a scale: 64, 128, 256, 512 or 1024.
         rounding: `"stochastic"` or `"nearest"`.
+        blocks: `"rows"`, blocks of consecutive elements, or `"columns"`, blocks of the
+            values of one channel.
 
     Raises:
         ValueError: An argument is not one of these.
@@ -86,6 +109,7 @@ class Affine(AbstractCodec):
     bits: int = 2
     block_size: int = 256
     rounding: Literal["stochastic", "nearest"] = "stochastic"
+    blocks: Literal["rows", "columns"] = "rows"
 
     def __post_init__(self) -> None:
         _check_choice(
@@ -103,6 +127,16 @@ class Affine(AbstractCodec):
             _ROUNDINGS,
             "Stochastic rounding keeps gradients unbiased.",
         )
+        _check_choice(
+            "blocks",
+            self.blocks,
+            _BLOCKS,
+            "Blocks of columns suit channels that differ.",
+        )
+
+    def __str__(self) -> str:
+        nearest = ", nearest" if self.rounding == "nearest" else ""
+        return f"{self.bits} bits, {self.blocks} of {self.block_size}{nearest}"
 
     @property
     def is_exact(self) -> bool:
@@ -110,12 +144,14 @@ class Affine(AbstractCodec):
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
         self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        rows, columns = self._rows_and_columns(x.shape)
         codes, scale, minimum = pack_affine(
-            to_rows(x),
+            to_rows(x, rows),
             _as_seed(seed),
             bits=self.bits,
             block_size=self.block_size,
             stochastic=self.rounding == "stochastic",
+            columns=columns,
         )
         return PackedAffine(codes=codes, scale=scale, minimum=minimum)
 
@@ -123,23 +159,44 @@ class Affine(AbstractCodec):
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
         self.check(like)
-        rows = unpack_affine(
+        rows, columns = self._rows_and_columns(like.shape)
+        unpacked = unpack_affine(
             packed.codes,
             packed.scale,
             packed.minimum,
             *after,
-            size=rows_of(like.shape)[-1],
+            size=rows[-1],
             dtype=jnp.dtype(like.dtype),
             bits=self.bits,
             block_size=self.block_size,
+            columns=columns,
         )
-        return from_rows(rows, like)
+        return from_rows(unpacked, like)
 
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)
-        *rows, size = rows_of(like.shape)
-        words = num_words(size, self.bits)
-        return math.prod(rows) * (2 * words + 4 * num_blocks(size, self.block_size))
+        (*count, size), columns = self._rows_and_columns(like.shape)
+        words = num_words(size, self.bits, columns)
+        blocks = num_blocks(size, self.block_size, columns)
+        return math.prod(count) * (2 * words + 4 * blocks)
+
+    def has_full_columns(self, shape: tuple[int, ...]) -> bool:
+        """Returns whether blocks of columns are full in every row of an array.
+
+        Else they store more than blocks of rows do.
+        """
+        if len(shape) < 2:
+            return False
+        return num_positions(rows_of(shape)[-1], shape[-1]) >= self.block_size
+
+    def _rows_and_columns(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """Returns the shape as rows, and the columns of blocks; 0 for row blocks."""
+        rows = rows_of(shape)
+        if self.blocks == "columns" and len(shape) > 1:
+            for candidate in (rows, (math.prod(shape),)):
+                if num_positions(candidate[-1], shape[-1]) >= min(BLOCK_SIZES):
+                    return candidate, shape[-1]
+        return rows, 0
 
     def check(self, like: Like) -> None:
         name = like.dtype.name

@@ -35,13 +35,16 @@ class Bitmask(AbstractCodec):
         True
     """
 
+    def __str__(self) -> str:
+        return "1 bit, exact"
+
     @property
     def is_exact(self) -> bool:
         return True
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> Array:
         self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        return pack_bitmask(to_rows(x))
+        return pack_bitmask(to_rows(x, rows_of(x.shape)))
 
     def decode(
         self, packed: Array, like: Like, *, after: tuple[Array, ...] = ()

@@ -33,9 +33,8 @@ def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
     return (math.prod(shape),)
 
 
-def to_rows(x: Array) -> Array:
-    """Returns an array as rows, each on one device."""
-    rows = rows_of(x.shape)
+def to_rows(x: Array, rows: tuple[int, ...]) -> Array:
+    """Returns an array as rows `[m, n]` or `[n]`, each on one device."""
     sharding: Any = jax.typeof(x).sharding
     if not _is_explicit(sharding):
         return lax.reshape(x, rows)

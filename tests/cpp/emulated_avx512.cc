@@ -12,6 +12,7 @@
 
 #include "cpu/kernels.h"
 #include "format/affine.h"
+#include "format/columns.h"
 #include "format/noise.h"
 #include "format/packed.h"
 

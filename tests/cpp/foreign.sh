@@ -35,9 +35,10 @@ build_avx512() {
   $gxx -w -DDAFJAX_TEST_SIMDE -isystem "$tools/root/usr/include" $sources \
     tests/cpp/emulated_avx512.cc -o "$tools/avx512"
 }
+# Threads get a stack of this size, instead of the 128 KiB of musl.
 build_aarch64() {
   PYTHONPATH="$tools/zig" "$python" -m ziglang c++ -target aarch64-linux-musl -static \
-    $flags -Wall -Wextra -Werror $sources -o "$tools/aarch64"
+    $flags -Wall -Wextra -Werror -Wl,-z,stack-size=1048576 $sources -o "$tools/aarch64"
 }
 
 failed=

@@ -1,6 +1,6 @@
 // Known rows, sizes, and every instruction set against the scalar one, byte for byte, over
-// a grid of lengths, widths, block sizes, roundings, dtypes and kinds of data. Prints one
-// hash of all bytes: it is the same on every machine.
+// a grid of lengths, columns, widths, block sizes, roundings, dtypes and kinds of data.
+// Prints one hash of all bytes: it is the same on every machine.
 
 #include <cstdint>
 #include <cstdio>
@@ -17,6 +17,7 @@
 #include "cpu/kernels.h"
 #include "cpu/work.h"
 #include "format/affine.h"
+#include "format/columns.h"
 #include "format/float_type.h"
 #include "format/noise.h"
 #include "format/packed.h"
@@ -157,8 +158,8 @@ class TestThreads {
 
 struct Packed {
   explicit Packed(const AffineShape& shape)
-      : codes(shape.num_rows * NumWords(shape.row_elements, shape.bits), 0xbead),
-        scale(shape.num_rows * NumBlocks(shape.row_elements, shape.block_size), 0xbead),
+      : codes(shape.num_rows * shape.NumWords(), 0xbead),
+        scale(shape.num_rows * shape.NumBlocks(), 0xbead),
         minimum(scale) {}
 
   bool operator==(const Packed& other) const {
@@ -207,6 +208,13 @@ void TestSizes() {
     CHECK(PlaneOffset(bits, last, 3, 2) + kTileLanes * planes.widths[last] ==
           NumWords(3 * kTileElements, bits));
   }
+  CHECK(ColumnLayout(0, 5).NumTiles() == 0 && ColumnLayout(0, 5).NumBlocks(64) == 0);
+  CHECK(ColumnLayout(33 * 40, 40).width == 160 && ColumnLayout(33 * 40, 40).num_rows == 9);
+  CHECK(ColumnLayout(17 * 64, 64).NumTiles() == 4);
+  CHECK(ColumnLayout(65 * 64, 64).NumBlocks(64) == 128);
+  CHECK(IsNumberOfColumns(0, 7) && IsNumberOfColumns(7, 0) && IsNumberOfColumns(7, 21));
+  CHECK(!IsNumberOfColumns(-1, 7) && !IsNumberOfColumns(2, 7));
+  CHECK(!IsNumberOfColumns(kMaxColumns + 1, 0));
   CHECK(!IsCodeWidth(0) && !IsCodeWidth(5) && !IsCodeWidth(16));
   CHECK(!IsBlockSize(32) && !IsBlockSize(65) && !IsBlockSize(2048));
 }
@@ -246,6 +254,30 @@ void TestKnownFlaggedRow(const Kernels& kernels) {
   CHECK(std::memcmp(y.data(), x.data(), y.size()) == 0);
 }
 
+// Two channels, 0 1 3 and 10 30 20, in a matrix of 32 columns: to nearest at two bits.
+void TestKnownColumns(const Kernels& kernels) {
+  std::vector<float> x(3 * 32, 0.0f);
+  x[32] = 1.0f;
+  x[64] = 3.0f;
+  x[1] = 10.0f;
+  x[33] = 30.0f;
+  x[65] = 20.0f;
+  const AffineShape shape = {FloatType::kFloat32, 2, 64, 1, 96, 32};
+  const Packed packed =
+      Pack(kernels, shape, {false, 0}, reinterpret_cast<const uint8_t*>(x.data()), 1);
+  std::vector<uint16_t> codes(64, 0);
+  codes[0] = 0b100;  // the upper bits of 0 1 3
+  codes[1] = 0b010;  // of 0 3 1
+  codes[32] = codes[33] = 0b110;
+  std::vector<uint16_t> scale(32, 0);
+  scale[0] = 0x3f80;  // 1
+  scale[1] = 0x40d6;  // 6.6875, 20/3 rounded up
+  std::vector<uint16_t> minimum(32, 0);
+  minimum[1] = 0x4120;
+  CHECK(packed.scale == scale && packed.minimum == minimum);
+  CHECK(packed.codes == codes);
+}
+
 void TestAffine(const std::vector<const Kernels*>& variants, const AffineShape& shape,
                 const Rounding& rounding, Kind kind, int num_threads, Random* random,
                 Hash* hash) {
@@ -262,11 +294,12 @@ void TestAffine(const std::vector<const Kernels*>& variants, const AffineShape& 
     if (!same_packed || !same_unpacked) {
       std::fprintf(stderr,
                    "%s %s differently from scalar: type %d bits %d block_size %d rows %d "
-                   "elements %d stochastic %d kind %d threads %d\n",
+                   "elements %d columns %d stochastic %d kind %d threads %d\n",
                    kernels->name, same_packed ? "unpacks" : "packs",
                    static_cast<int>(shape.type), shape.bits,
                    static_cast<int>(shape.block_size), static_cast<int>(shape.num_rows),
-                   static_cast<int>(shape.row_elements), rounding.stochastic, kind,
+                   static_cast<int>(shape.row_elements),
+                   static_cast<int>(shape.columns), rounding.stochastic, kind,
                    num_threads);
       std::exit(1);
     }
@@ -300,6 +333,36 @@ void TestBitmask(const std::vector<const Kernels*>& variants, int64_t rows, int6
   }
 }
 
+// Matrices of few and of many rows, with all foldings.
+void TestColumns(const std::vector<const Kernels*>& variants, Random* random, Hash* hash) {
+  constexpr int64_t kNumElements = 30'000;  // at most
+  int turn = 0;
+  for (const int64_t columns : {1, 3, 31, 32, 33, 48, 64, 100, 160, 768}) {
+    for (const int64_t rows : {0, 1, 2, 15, 16, 17, 33, 64, 65, 130, 300, 1030}) {
+      if (rows * columns > kNumElements) continue;
+      for (const int bits : kWidths) {
+        for (const int64_t block_size : kBlockSizes) {
+          const AffineShape shape = {kTypes[turn % 3],
+                                     bits,
+                                     block_size,
+                                     1 + turn % 2,
+                                     rows * columns,
+                                     columns};
+          TestAffine(variants, shape, {turn % 4 > 0, random->Next()},
+                     static_cast<Kind>(turn % kNumKinds), 1, random, hash);
+          turn += 1 + (random->Next() & 1);
+        }
+      }
+    }
+  }
+  for (const int num_threads : {1, 2, 4, 8}) {
+    for (const FloatType type : kTypes) {
+      TestAffine(variants, {type, 2, 256, 3, 1042 * 288, 96}, {true, 5}, kSmooth,
+                 num_threads, random, hash);
+    }
+  }
+}
+
 // The caller finishes alone when no helper ever starts, and late helpers do nothing.
 void TestHelpersThatNeverStart() {
   std::vector<std::function<void()>> late;
@@ -320,6 +383,7 @@ int Main() {
   for (const Kernels* kernels : variants) {
     TestKnownRow(*kernels);
     TestKnownFlaggedRow(*kernels);
+    TestKnownColumns(*kernels);
   }
   int kind = 0;
   for (int64_t n = 0; n <= 2 * kTileElements + 1; ++n) {
@@ -356,6 +420,7 @@ int Main() {
     }
   }
   TestBitmask(variants, 3, 5000, &random, &hash);
+  TestColumns(variants, &random, &hash);
   std::fprintf(stderr, "instruction sets:");
   for (const Kernels* kernels : variants) std::fprintf(stderr, " %s", kernels->name);
   std::fprintf(stderr, "\n");

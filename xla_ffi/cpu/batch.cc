@@ -19,18 +19,48 @@ namespace {
 constexpr int64_t kPieceNbytes = int64_t{1} << 18;
 constexpr int64_t kParallelNbytes = int64_t{1} << 20;
 
-// Calls `groups(first, last)` for stretches of the groups of all rows.
-void ForGroups(int64_t num_rows, int64_t row_elements, int64_t element_nbytes,
-               const Helpers& helpers,
-               const std::function<void(int64_t, int64_t)>& groups) {
-  const int64_t count = num_rows * NumGroups(row_elements);
-  const int64_t per_piece = kPieceNbytes / (kGroupElements * element_nbytes);
-  const bool parallel = num_rows * row_elements * element_nbytes >= kParallelNbytes;
+// The units of work that a kernel takes: groups, panels or tiles, of all rows.
+struct Units {
+  int64_t count;
+  int64_t nbytes;  // of unpacked data in one
+  int64_t total_nbytes;
+};
+
+Units GroupsOf(int64_t num_rows, int64_t row_elements, int64_t element_nbytes) {
+  return {num_rows * NumGroups(row_elements), kGroupElements * element_nbytes,
+          num_rows * row_elements * element_nbytes};
+}
+
+Units GroupsOf(const AffineShape& shape) {
+  return GroupsOf(shape.num_rows, shape.row_elements, ElementNbytes(shape.type));
+}
+
+Units PanelsOf(const AffineShape& shape) {
+  const int64_t row_nbytes = shape.row_elements * ElementNbytes(shape.type);
+  const int64_t per_row = PanelLayout(shape).PerRow();
+  return {shape.num_rows * per_row, per_row == 0 ? 0 : CeilDiv(row_nbytes, per_row),
+          shape.num_rows * row_nbytes};
+}
+
+Units TilesOf(const AffineShape& shape) {
+  const int64_t element_nbytes = ElementNbytes(shape.type);
+  return {shape.num_rows * shape.NumTiles(), kTileElements * element_nbytes,
+          shape.num_rows * shape.row_elements * element_nbytes};
+}
+
+// Calls `run(first, last)` for stretches of the units.
+void ForUnits(const Units& units, const Helpers& helpers,
+              const std::function<void(int64_t, int64_t)>& run) {
+  if (units.count == 0) return;
+  const int64_t count = units.count;
+  const bool is_small = units.nbytes < kPieceNbytes;
+  const int64_t per_piece = is_small ? kPieceNbytes / units.nbytes : 1;
   const auto piece = [=](int64_t i) {
     const FlushSubnormals flush;
     const int64_t first = i * per_piece;
-    groups(first, first + per_piece < count ? first + per_piece : count);
+    run(first, first + per_piece < count ? first + per_piece : count);
   };
+  const bool parallel = units.total_nbytes >= kParallelNbytes;
   RunInPieces(CeilDiv(count, per_piece), parallel ? helpers : Helpers{}, piece);
 }
 
@@ -39,28 +69,30 @@ void ForGroups(int64_t num_rows, int64_t row_elements, int64_t element_nbytes,
 void PackAffine(const Kernels& kernels, const AffineShape& shape,
                 const Rounding& rounding, const void* x, const AffineCodes& packed,
                 const Helpers& helpers) {
-  const auto pack = kernels.pack_affine;
-  ForGroups(shape.num_rows, shape.row_elements, ElementNbytes(shape.type), helpers,
-            [=](int64_t first, int64_t last) {
-              pack(shape, rounding, x, packed, first, last);
-            });
+  const bool has_columns = shape.columns != 0;
+  const auto pack = has_columns ? kernels.pack_columns : kernels.pack_rows;
+  ForUnits(has_columns ? PanelsOf(shape) : GroupsOf(shape), helpers,
+           [=](int64_t first, int64_t last) {
+             pack(shape, rounding, x, packed, first, last);
+           });
 }
 
 void UnpackAffine(const Kernels& kernels, const AffineShape& shape,
                   const ConstAffineCodes& packed, void* y, const Helpers& helpers) {
-  const auto unpack = kernels.unpack_affine;
+  const bool has_columns = shape.columns != 0;
+  const auto unpack = has_columns ? kernels.unpack_columns : kernels.unpack_rows;
   AdviseHugePages(
       y, shape.num_rows * shape.row_elements * ElementNbytes(shape.type));
-  ForGroups(shape.num_rows, shape.row_elements, ElementNbytes(shape.type), helpers,
-            [=](int64_t first, int64_t last) {
-              unpack(shape, packed, y, first, last);
-            });
+  ForUnits(
+      has_columns ? TilesOf(shape) : GroupsOf(shape), helpers,
+      [=](int64_t first, int64_t last) { unpack(shape, packed, y, first, last); });
 }
 
 void PackBitmask(const Kernels& kernels, int64_t num_rows, int64_t row_elements,
                  const uint8_t* x, uint16_t* words, const Helpers& helpers) {
   const auto pack = kernels.pack_bitmask;
-  ForGroups(num_rows, row_elements, 1, helpers, [=](int64_t first, int64_t last) {
+  ForUnits(GroupsOf(num_rows, row_elements, 1), helpers,
+           [=](int64_t first, int64_t last) {
     pack(row_elements, x, words, first, last);
   });
 }
@@ -69,7 +101,8 @@ void UnpackBitmask(const Kernels& kernels, int64_t num_rows, int64_t row_element
                    const uint16_t* words, uint8_t* y, const Helpers& helpers) {
   const auto unpack = kernels.unpack_bitmask;
   AdviseHugePages(y, num_rows * row_elements);
-  ForGroups(num_rows, row_elements, 1, helpers, [=](int64_t first, int64_t last) {
+  ForUnits(GroupsOf(num_rows, row_elements, 1), helpers,
+           [=](int64_t first, int64_t last) {
     unpack(row_elements, words, y, first, last);
   });
 }
@@ -78,7 +111,8 @@ float Sum(const Kernels& kernels, const float* x, int64_t num_elements,
           const Helpers& helpers) {
   const auto sum = kernels.sum;
   std::atomic<float> total{0.0f};
-  ForGroups(1, num_elements, sizeof(float), helpers, [&](int64_t first, int64_t last) {
+  ForUnits(GroupsOf(1, num_elements, sizeof(float)), helpers,
+           [&](int64_t first, int64_t last) {
     const int64_t begin = first * kGroupElements;
     const int64_t end = last * kGroupElements;
     const float part = sum(x + begin, (end < num_elements ? end : num_elements) - begin);

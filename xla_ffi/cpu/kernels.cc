@@ -6,6 +6,7 @@
 
 #include "cpu/instruction_sets.h"
 #include "format/affine.h"
+#include "format/columns.h"
 #include "format/noise.h"
 #include "format/packed.h"
 

@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "format/affine.h"
+#include "format/columns.h"
+#include "format/packed.h"
 
 namespace dafjax {
 
@@ -18,10 +20,38 @@ constexpr int64_t NumGroups(int64_t row_elements) {
   return CeilDiv(row_elements, kGroupElements);
 }
 
+// Kernels that pack with column blocks work on panels: one block of (folded) rows, in so
+// many lanes that a panel has at most kPanelTiles tiles. Two of them fit into the L2
+// cache; with half as many tiles, pieces of rows are so short that memory is slower.
+inline constexpr int kPanelTiles = 64;
+inline constexpr int kMaxPanelLaneGroups = 16;
+static_assert(kPanelTiles * kTileRows >= kMaxBlockSize);
+static_assert(kMaxPanelLaneGroups * kMinBlockSize <= kPanelTiles * kTileRows);
+
+// The panels of a row, numbered from left to right and then down.
+struct PanelLayout {
+  constexpr explicit PanelLayout(const AffineShape& shape) {
+    const ColumnLayout layout(shape.row_elements, shape.columns);
+    // Few rows make for wide panels.
+    const int64_t few = CeilDiv(layout.num_rows, kMinBlockSize) * kMinBlockSize;
+    const int64_t rows = few < shape.block_size ? few : shape.block_size;
+    if (rows == 0) return;
+    lanes = kPanelTiles * kTileRows / rows * kTileLanes;
+    down = CeilDiv(layout.num_rows, shape.block_size);
+    across = CeilDiv(layout.width, lanes);
+  }
+
+  constexpr int64_t PerRow() const { return down * across; }
+
+  int64_t down = 0;
+  int64_t across = 0;
+  int64_t lanes = 0;  // of all panels but those at the right edge
+};
+
 // A batch of rows, encoded or to be encoded. Pointers are to the start of the batch.
 struct AffineCodes {
-  uint16_t* codes;    // [num_rows, NumWords(row_elements, bits)]
-  uint16_t* scale;    // [num_rows, NumBlocks(row_elements, block_size)], bfloat16
+  uint16_t* codes;    // [num_rows, shape.NumWords()]
+  uint16_t* scale;    // [num_rows, shape.NumBlocks()], bfloat16
   uint16_t* minimum;  // as `scale`
 };
 
@@ -36,18 +66,26 @@ struct Rounding {
   uint32_t seed;  // unused if not stochastic
 };
 
-// The kernels of one instruction set. All sets give the same bytes. Groups are counted
-// over all rows: group `g` belongs to row `g / NumGroups(row_elements)`. Callers hold a
-// FlushSubnormals. Arrays need no alignment beyond that of their elements.
+// The kernels of one instruction set. All sets give the same bytes. Groups, panels and
+// tiles are counted over all rows: group `g` belongs to row
+// `g / NumGroups(row_elements)`. Callers hold a FlushSubnormals. Arrays need no alignment beyond that of their elements.
 struct Kernels {
   const char* name;
 
-  void (*pack_affine)(const AffineShape& shape, const Rounding& rounding,
-                      const void* x, const AffineCodes& packed, int64_t first_group,
-                      int64_t last_group);
+  // If shape.columns == 0.
+  void (*pack_rows)(const AffineShape& shape, const Rounding& rounding, const void* x,
+                    const AffineCodes& packed, int64_t first_group, int64_t last_group);
 
-  void (*unpack_affine)(const AffineShape& shape, const ConstAffineCodes& packed,
-                        void* y, int64_t first_group, int64_t last_group);
+  // Otherwise.
+  void (*pack_columns)(const AffineShape& shape, const Rounding& rounding,
+                       const void* x, const AffineCodes& packed, int64_t first_panel,
+                       int64_t last_panel);
+
+  void (*unpack_rows)(const AffineShape& shape, const ConstAffineCodes& packed, void* y,
+                      int64_t first_group, int64_t last_group);
+
+  void (*unpack_columns)(const AffineShape& shape, const ConstAffineCodes& packed,
+                         void* y, int64_t first_tile, int64_t last_tile);
 
   // One byte per boolean; any byte but 0 is true.
   void (*pack_bitmask)(int64_t row_elements, const uint8_t* x, uint16_t* words,

@@ -25,7 +25,7 @@ ffi::ErrorOr<AffineShape> CheckAffine(const std::string& call, const char* value
                                       const ffi::AnyBuffer& codes,
                                       const ffi::AnyBuffer& scale,
                                       const ffi::AnyBuffer& minimum, int64_t bits,
-                                      int64_t block_size) {
+                                      int64_t block_size, int64_t columns) {
   if (ffi::Error error = CheckCode(call, bits, block_size); error.failure()) {
     return ffi::Unexpected(error);
   }
@@ -38,29 +38,34 @@ ffi::ErrorOr<AffineShape> CheckAffine(const std::string& call, const char* value
   if (!rows.has_value()) {
     return ffi::Unexpected(InvalidDimensions(call, values_name, values));
   }
-  const int width = static_cast<int>(bits);
   const int64_t n = rows->row_elements;
-  const int64_t blocks = NumBlocks(n, block_size);
+  if (ffi::Error error = CheckColumns(call, columns, n); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  const AffineShape shape = {*type,          static_cast<int>(bits), block_size,
+                             rows->num_rows, n,                      columns};
+  const int64_t blocks = shape.NumBlocks();
   for (const ffi::Error& error :
        {CheckBuffer(call, "codes", codes, ffi::DataType::U16, "uint16", values,
-                    NumWords(n, width)),
+                    shape.NumWords()),
         CheckBuffer(call, "scale", scale, ffi::DataType::BF16, "bfloat16", values,
                     blocks),
         CheckBuffer(call, "minimum", minimum, ffi::DataType::BF16, "bfloat16", values,
                     blocks)}) {
     if (error.failure()) return ffi::Unexpected(error);
   }
-  return AffineShape{*type, width, block_size, rows->num_rows, n};
+  return shape;
 }
 
 ffi::Error PackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer x,
                              ffi::AnyBuffer seed, ffi::Result<ffi::AnyBuffer> codes,
                              ffi::Result<ffi::AnyBuffer> scale,
                              ffi::Result<ffi::AnyBuffer> minimum, int64_t bits,
-                             int64_t block_size, int64_t stochastic) {
+                             int64_t block_size, int64_t columns,
+                             int64_t stochastic) {
   const std::string call = "pack_affine";
   const ffi::ErrorOr<AffineShape> shape =
-      CheckAffine(call, "x", x, *codes, *scale, *minimum, bits, block_size);
+      CheckAffine(call, "x", x, *codes, *scale, *minimum, bits, block_size, columns);
   if (shape.has_error()) return shape.error();
   if (stochastic != 0 && stochastic != 1) {
     return InvalidArgument(
@@ -84,9 +89,10 @@ ffi::Error PackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer x,
 ffi::Error UnpackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer codes,
                                ffi::AnyBuffer scale, ffi::AnyBuffer minimum,
                                ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> y,
-                               int64_t bits, int64_t block_size) {
+                               int64_t bits, int64_t block_size,
+                               int64_t columns) {
   const ffi::ErrorOr<AffineShape> shape = CheckAffine(
-      "unpack_affine", "y", *y, codes, scale, minimum, bits, block_size);
+      "unpack_affine", "y", *y, codes, scale, minimum, bits, block_size, columns);
   if (shape.has_error()) return shape.error();
 
   const ConstAffineCodes packed = {
@@ -110,6 +116,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_pack_affine, dafjax::PackAffineHandler,
                            .Ret<xla::ffi::AnyBuffer>()  // minimum
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("block_size")
+                           .Attr<int64_t>("columns")
                            .Attr<int64_t>("stochastic"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_unpack_affine, dafjax::UnpackAffineHandler,
@@ -121,4 +128,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_unpack_affine, dafjax::UnpackAffineHandler,
                            .RemainingArgs()        // what must exist before
                            .Ret<xla::ffi::AnyBuffer>()  // y
                            .Attr<int64_t>("bits")
-                           .Attr<int64_t>("block_size"));
+                           .Attr<int64_t>("block_size")
+                           .Attr<int64_t>("columns"));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "format/affine.h"
+#include "format/columns.h"
 #include "format/float_type.h"
 #include "format/packed.h"
 #include "xla/ffi/api/ffi.h"
@@ -75,6 +76,15 @@ ffi::Error CheckCode(const std::string& call, int64_t bits, int64_t block_size) 
                                      ") must be 64, 128, 256, 512 or 1024.");
   }
   return ffi::Error::Success();
+}
+
+ffi::Error CheckColumns(const std::string& call, int64_t columns,
+                        int64_t row_elements) {
+  if (IsNumberOfColumns(columns, row_elements)) return ffi::Error::Success();
+  return InvalidArgument(call, "columns (" + std::to_string(columns) +
+                                   ") must be 0 or divide the number of elements of a "
+                                   "row (" +
+                                   std::to_string(row_elements) + ").");
 }
 
 ffi::Error CheckBuffer(const std::string& call, const char* name,

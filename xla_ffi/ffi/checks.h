@@ -27,6 +27,9 @@ std::string DimensionsToString(xla::ffi::AnyBuffer::Dimensions dimensions);
 // The checks below return success, or an error that begins with `call`.
 xla::ffi::Error CheckCode(const std::string& call, int64_t bits, int64_t block_size);
 
+xla::ffi::Error CheckColumns(const std::string& call, int64_t columns,
+                             int64_t row_elements);
+
 // `buffer` has `dtype`, the dimensions of `like` but the last, and `last` there.
 xla::ffi::Error CheckBuffer(const std::string& call, const char* name,
                             const xla::ffi::AnyBuffer& buffer,

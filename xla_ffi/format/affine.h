@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "format/columns.h"
 #include "format/float_type.h"
 #include "format/packed.h"
 
@@ -10,8 +11,9 @@ namespace dafjax {
 
 // Affine codes, README.md section 2.
 //
-// A block of `block_size` consecutive elements shares two bfloat16: `minimum` (the
-// least finite value, rounded down) and `scale` (the step, rounded up). A code decodes
+// A block of `block_size` consecutive elements (or elements of a column: columns.h) shares
+// two bfloat16: `minimum` (the least finite value, rounded down) and `scale` (the step,
+// rounded up). A code decodes
 // to `minimum + code * |scale|`. If the sign bit of `scale` is set the block is
 // flagged: it has values that are not finite, and the top bit of a code is 1 for those.
 inline constexpr int64_t kMinBlockSize = 64;
@@ -57,6 +59,18 @@ struct AffineShape {
   int64_t block_size;
   int64_t num_rows;
   int64_t row_elements;
+  int64_t columns = 0;  // 0: blocks are of consecutive elements
+
+  // Of one row.
+  constexpr int64_t NumTiles() const {
+    return columns == 0 ? dafjax::NumTiles(row_elements)
+                         : ColumnLayout(row_elements, columns).NumTiles();
+  }
+  constexpr int64_t NumBlocks() const {
+    return columns == 0 ? dafjax::NumBlocks(row_elements, block_size)
+                         : ColumnLayout(row_elements, columns).NumBlocks(block_size);
+  }
+  constexpr int64_t NumWords() const { return WordsOfTiles(NumTiles(), bits); }
 };
 
 }  // namespace dafjax

@@ -53,9 +53,14 @@ constexpr int64_t NumTiles(int64_t num_elements) {
   return CeilDiv(num_elements, kTileElements);
 }
 
+// uint16 words that hold the codes of tiles.
+constexpr int64_t WordsOfTiles(int64_t num_tiles, int bits) {
+  return num_tiles * kTileLanes * bits;
+}
+
 // uint16 words that hold `num_elements` codes of `bits` bits.
 constexpr int64_t NumWords(int64_t num_elements, int bits) {
-  return NumTiles(num_elements) * kTileLanes * bits;
+  return WordsOfTiles(NumTiles(num_elements), bits);
 }
 
 // First word of tile `tile` in plane `index` of a row of `num_tiles` tiles.

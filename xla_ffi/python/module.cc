@@ -19,6 +19,7 @@
 #include "cpu/work.h"
 #include "ffi/handlers.h"
 #include "format/affine.h"
+#include "format/columns.h"
 #include "format/float_type.h"
 #include "format/packed.h"
 
@@ -104,6 +105,14 @@ void CheckCode(int64_t bits, int64_t block_size) {
   }
 }
 
+void CheckColumns(int64_t columns, int64_t row_elements) {
+  if (!IsNumberOfColumns(columns, row_elements)) {
+    throw py::value_error(
+        "`columns` must be 0 or divide the number of elements of a row (" +
+        std::to_string(row_elements) + "), but got " + std::to_string(columns) + ".");
+  }
+}
+
 void CheckShape(const char* name, const py::array& array, int64_t rows,
                 int64_t columns) {
   if (array.ndim() != 2 || array.shape(0) != rows || array.shape(1) != columns) {
@@ -133,14 +142,16 @@ void CheckRows(const char* name, const py::array& array, const py::dtype& dtype)
 std::tuple<Array16, Array16, Array16> PackAffineNow(
     const std::string& instruction_set, const py::array& x, uint32_t seed, int bits,
     int64_t block_size, bool stochastic, int64_t num_threads,
-    const std::string& dtype) {
+    const std::string& dtype, int64_t columns) {
   const Kernels& kernels = KernelsNamed(instruction_set);
   const FloatType type = FloatTypeNamed(dtype);
   CheckCode(bits, block_size);
   CheckRows("x", x, StorageOf(type));
-  const AffineShape shape = {type, bits, block_size, x.shape(0), x.shape(1)};
-  const int64_t blocks = NumBlocks(shape.row_elements, block_size);
-  Array16 codes({shape.num_rows, NumWords(shape.row_elements, bits)});
+  CheckColumns(columns, x.shape(1));
+  const AffineShape shape = {type,       bits,       block_size,
+                             x.shape(0), x.shape(1), columns};
+  const int64_t blocks = shape.NumBlocks();
+  Array16 codes({shape.num_rows, shape.NumWords()});
   Array16 scale({shape.num_rows, blocks});
   Array16 minimum({shape.num_rows, blocks});
   const AffineCodes packed = {codes.mutable_data(), scale.mutable_data(),
@@ -157,17 +168,19 @@ std::tuple<Array16, Array16, Array16> PackAffineNow(
 py::array UnpackAffineNow(const std::string& instruction_set, const Array16& codes,
                           const Array16& scale, const Array16& minimum,
                           int64_t row_elements, int bits, int64_t block_size,
-                          const std::string& dtype, int64_t num_threads) {
+                          const std::string& dtype, int64_t num_threads,
+                          int64_t columns) {
   const Kernels& kernels = KernelsNamed(instruction_set);
   const FloatType type = FloatTypeNamed(dtype);
   CheckCode(bits, block_size);
   if (row_elements < 0) throw py::value_error("`row_elements` must not be negative.");
   if (codes.ndim() != 2) throw py::value_error("`codes` must have two dimensions.");
   const int64_t num_rows = codes.shape(0);
-  const AffineShape shape = {type, bits, block_size, num_rows, row_elements};
-  CheckShape("codes", codes, num_rows, NumWords(row_elements, bits));
-  CheckShape("scale", scale, num_rows, NumBlocks(row_elements, block_size));
-  CheckShape("minimum", minimum, num_rows, NumBlocks(row_elements, block_size));
+  CheckColumns(columns, row_elements);
+  const AffineShape shape = {type, bits, block_size, num_rows, row_elements, columns};
+  CheckShape("codes", codes, num_rows, shape.NumWords());
+  CheckShape("scale", scale, num_rows, shape.NumBlocks());
+  CheckShape("minimum", minimum, num_rows, shape.NumBlocks());
   py::array y(StorageOf(type), std::vector<int64_t>{num_rows, row_elements});
   const ConstAffineCodes packed = {codes.data(), scale.data(), minimum.data()};
   void* data = y.mutable_data();
@@ -238,12 +251,14 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("pack_affine", &PackAffineNow, py::arg("instruction_set"), py::arg("x"),
         py::arg("seed"), py::arg("bits"), py::arg("block_size"), py::arg("stochastic"),
         py::arg("num_threads") = 1, py::arg("dtype") = "float32",
+        py::arg("columns") = 0,
         "Packs rows `x` [rows, n]; bfloat16 is given as uint16. Returns `(codes, "
         "scale, minimum)`, all uint16.");
   m.def("unpack_affine", &UnpackAffineNow, py::arg("instruction_set"),
         py::arg("codes").noconvert(), py::arg("scale").noconvert(),
         py::arg("minimum").noconvert(), py::arg("row_elements"), py::arg("bits"),
         py::arg("block_size"), py::arg("dtype") = "float32", py::arg("num_threads") = 1,
+        py::arg("columns") = 0,
         "The inverse of `pack_affine`. Returns [rows, row_elements].");
   m.def("pack_bitmask", &PackBitmaskNow, py::arg("instruction_set"),
         py::arg("x").noconvert(), py::arg("num_threads") = 1,

@@ -1,0 +1,63 @@
+"""Blocks and tiles of a row in jax.numpy: `xla_ffi/README.md`, sections 1 and 4."""
+
+import dataclasses
+import math
+
+from dafjax._native._layout import LANES, ROWS, TILE, folded_width
+from dafjax._typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the elements of a row are grouped; all methods keep the leading axes.
+
+    Attributes:
+        block_size: Elements of a block.
+        columns: Columns of the matrix that a row is; 0 if blocks are of rows.
+    """
+
+    block_size: int
+    columns: int
+
+    def padded_size(self, size: int) -> int:
+        """Returns the least size from `size` on of whole blocks and whole tiles."""
+        unit = math.lcm(self.block_size, TILE if self.columns == 0 else ROWS)
+        unit *= self._width
+        return -(-size // unit) * unit
+
+    def to_blocks(self, x: Array) -> Array:
+        """Arranges a padded row as `[blocks, block_size]`."""
+        *batch, size = x.shape
+        rows = (*batch, size // self.block_size // self._width)
+        blocks = x.reshape(*rows, self.block_size, self._width).swapaxes(-1, -2)
+        return blocks.reshape(*batch, size // self.block_size, self.block_size)
+
+    def from_blocks(self, blocks: Array) -> Array:
+        """Inverts `to_blocks`."""
+        *batch, count, _ = blocks.shape
+        x = blocks.reshape(*batch, count // self._width, self._width, self.block_size)
+        return x.swapaxes(-1, -2).reshape(*batch, count * self.block_size)
+
+    def to_tiles(self, x: Array) -> Array:
+        """Arranges a padded row as `[tiles, 16, 32]`."""
+        *batch, size = x.shape
+        groups = self._lane_groups
+        x = x.reshape(*batch, size // TILE // groups, ROWS, groups, LANES)
+        return x.swapaxes(-2, -3).reshape(*batch, size // TILE, ROWS, LANES)
+
+    def from_tiles(self, tiles: Array) -> Array:
+        """Inverts `to_tiles`."""
+        *batch, count, _, _ = tiles.shape
+        groups = self._lane_groups
+        x = tiles.reshape(*batch, count // groups, groups, ROWS, LANES)
+        return x.swapaxes(-2, -3).reshape(*batch, count * TILE)
+
+    @property
+    def _width(self) -> int:
+        """Blocks that lie side by side."""
+        return 1 if self.columns == 0 else folded_width(self.columns)
+
+    @property
+    def _lane_groups(self) -> int:
+        """Tiles that lie side by side."""
+        return 1 if self.columns == 0 else folded_width(self.columns) // LANES
