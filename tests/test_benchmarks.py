@@ -19,8 +19,10 @@ from benchmarks import (
     environment,
     harness,
     methods,
+    minimum_cut,
     naive_codec,
     peak_rss,
+    plan_bytes,
     quantizer_cost,
     residuals,
     step_memory,
@@ -29,6 +31,8 @@ from benchmarks import (
 )
 from benchmarks.actnn import layer_inputs
 from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compare
+from dafjax._residuals import differentiate
+from dafjax.codecs import Affine
 from models.resnet import ResNetConfig
 
 
@@ -41,6 +45,7 @@ PROGRAMS = (
     "accuracy",
     "transformer_memory",
     "eager_overhead",
+    "plan_bytes",
 )
 
 
@@ -309,6 +314,29 @@ def test_resident_memory_sees_what_a_step_allocates(monkeypatch):
     monkeypatch.setattr(peak_rss.memory, "temp_nbytes", lambda compiled: 0)
     measured = peak_rss.measure(peak_rss.Options(steps=2))
     assert 79e6 < measured["resident_added"] < 100e6
+
+
+def test_plans_keep_few_more_bytes_than_a_minimum_cut(tmp_path):
+    out = tmp_path / "plans.json"
+    plan_bytes.main(["--layers", "3", "--out", str(out)])
+    for record in json.loads(out.read_text())["plans"]:
+        # Statistics and short chains cost a little; a cut is a bound for all plans.
+        assert 1 <= record["even_over_cut"] < 1.15
+        assert record["plan_seconds"] < 5
+
+
+def test_a_minimum_cut_keeps_the_one_product_that_all_follows_from():
+    def loss(w, x):
+        y = jnp.sin(x @ w)
+        return jnp.sum(jnp.cos(y) * y)
+
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    program = differentiate(jax.make_jaxpr(loss)(w, x), [True, False])
+    codec = Affine(bits=2)
+    assert minimum_cut.minimum_cut_nbytes(
+        program, codec, min_nbytes=0
+    ) == codec.packed_nbytes(x)
 
 
 def test_eager_calls_are_checked_and_timed(tmp_path):
