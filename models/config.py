@@ -45,8 +45,9 @@ class TrainConfig:
             suit it best. compress: dafjax.remat_compress round the loss.
         bits: Bits per element that the compressing methods keep: 1, 2, 3, 4 or 8.
         policy: What the method keeps. For checkpoint: default, or the name of one of
-            jax.checkpoint_policies, such as dots_saveable. For compress: default, or
-            save-all, which keeps everything as it is.
+            jax.checkpoint_policies, such as dots_saveable. For compress: default,
+            save-all, which keeps everything as it is, or nearest, which rounds codes to
+            nearest, with a bias.
         batch: Images in a training step.
         epochs: Passes over the training split.
         optimizer: sgd has Nesterov momentum 0.9.

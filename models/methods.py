@@ -90,14 +90,19 @@ def _make_checkpoint_best(bits: int, policy: str) -> Method:
 
 
 def _make_compress(bits: int, policy: str) -> Method:
-    _check_policy("compress", policy, ("save-all",))
+    _check_policy("compress", policy, ("save-all", "nearest"))
     # Imported where it is used: the models themselves know nothing of dafjax.
     import dafjax
 
-    chosen = dafjax.policies.SaveAll() if policy == "save-all" else None
+    nearest = dafjax.codecs.Affine(bits=bits, rounding="nearest")
+    policies = {
+        "default": None,
+        "save-all": dafjax.policies.SaveAll(),
+        "nearest": dafjax.policies.CompressExpensive(nearest),
+    }
 
     def wrap_loss(loss: LossFunction) -> LossFunction:
-        return dafjax.remat_compress(loss, bits=bits, policy=chosen)
+        return dafjax.remat_compress(loss, bits=bits, policy=policies[policy])
 
     return Method("compress", f"dafjax, {bits} bits", wrap_loss=wrap_loss)
 
