@@ -203,9 +203,13 @@ class CompressExpensive(AbstractPolicy):
     def __call__(self, residual: Residual) -> Decision:
         if residual.known:
             return Recompute()
-        if residual.nbytes * residual.copies <= self.min_nbytes:
-            return Save()
         cheap = is_cheap(residual.primitive)
+        if residual.nbytes * residual.copies <= self.min_nbytes:
+            # Of what is as small and as exact, as a view or an inverse of a statistic.
+            follows = residual.sources == 0 and (
+                residual.reduced_from <= residual.num_elements
+            )
+            return Recompute() if cheap and follows else Save()
         if not residual.is_floating:
             if cheap and residual.sources == 0:
                 return Recompute()

@@ -151,3 +151,16 @@ def test_a_long_product_is_not_computed_again(key):
     p = {"a": p["a"][:, :32], "b": p["b"][:32]}
     plan = plan_of(lambda p: jnp.sum(jnp.exp(jnp.sin(x @ p["a"]) @ p["b"])), p)
     assert (64, 2048) not in [item.shape for item in compressed(plan)]
+
+
+def test_a_norm_saves_two_small_arrays_and_no_views_of_them(key):
+    def loss(w, x):
+        y = x @ w
+        mean = y.mean(-1, keepdims=True)
+        variance = jnp.square(y - mean).mean(-1, keepdims=True)
+        return jnp.sum(((y - mean) / jnp.sqrt(variance + 1e-6)) @ w)
+
+    w, x = jax.random.normal(key, (256, 256)), jax.random.normal(key, (128, 256))
+    plan = plan_of(lambda w: loss(w, x), w)
+    raw = [item for item in plan.kept if item.codec is None]
+    assert [item.primitive for item in raw] == ["reduce_sum", "reduce_sum"]
