@@ -61,13 +61,13 @@ class Bits:
     | 4, nonlinear 8 | 0.000 | 0.13 | 4.6 MB |
 
     A residual that enters through an exponential, as queries and keys do where
-    attention is recomputed from them, has 8 bits.
+    attention is recomputed from them, has 8 bits, whatever is said here.
 
     Attributes:
         linear: Bits of residuals that enter gradients linearly.
         nonlinear: Bits of the others. `None`: twice as many, 8 at most.
         names: Patterns of names (`*`, `?` and `[...]` as in file names) and the bits of
-            what they match, whatever its use; the first that matches counts. A name is
+            what they match, linear or not; the first that matches counts. A name is
             one that `jax.ad_checkpoint.checkpoint_name` gave, the place in the model
             as `dafjax.print_saved_residuals` prints it, or a part of that between
             slashes. A mapping, kept as a tuple of pairs.
@@ -127,7 +127,7 @@ class Bits:
         """
         for pattern, bits in self._pairs:
             if matches(pattern, names):
-                return bits
+                return max(bits, _AMPLIFIED_BITS) if use is Use.AMPLIFIED else bits
         assert self.nonlinear is not None
         return (self.linear, self.nonlinear, _AMPLIFIED_BITS)[use]
 

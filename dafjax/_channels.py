@@ -12,7 +12,7 @@ whose last axis is no channel, they are worse by 8 dB and more
 from collections.abc import Container
 
 from dafjax._graph import Equation
-from dafjax._primitives import keeps_last_axis
+from dafjax._primitives import is_cheap, keeps_last_axis
 from dafjax._residuals import Program
 
 
@@ -25,10 +25,10 @@ def find_channels(program: Program, activations: Container[int]) -> frozenset[in
             of Flax and others their last axis is that of channels.
     """
     found = {v for v in range(program.num_arguments) if v in activations}
-    # What depends on other arguments alone: weights, and the data of a first layer.
+    # What follows cheaply from other arguments: weights, and the data of a first layer.
     given = set(range(program.num_arguments)) - found
     for eqn in program.forward:
-        if given.issuperset(eqn.input_values):
+        if is_cheap(eqn.primitive) and given.issuperset(eqn.input_values):
             given.update(eqn.outputs)
         if _is_product_with(eqn, given):
             found.update(eqn.outputs)

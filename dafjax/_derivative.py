@@ -83,7 +83,7 @@ def with_compressed_residuals(
             activations=numbers,
             iterations=iterations or 1,
         )
-        if plan.compresses:
+        if plan.compresses or options.policy.is_binding:
             return _ScheduledRule(plan, options)
         if recorded:
             # What `_PlainRule` keeps is hidden in JAX's pullback: list its equal.

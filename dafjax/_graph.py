@@ -71,6 +71,9 @@ class Equation:
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        assert len(self.jaxpr.eqns) == 1
+
     @property
     def primitive(self) -> str:
         """The primitive's name, for example `"conv_general_dilated"`.
@@ -105,6 +108,17 @@ class Equation:
         return tuple(
             getattr(atom.aval, "size", 1) for atom in self.jaxpr.eqns[0].invars
         )
+
+    @property
+    def divisor(self) -> int | None:
+        """The value that it divides by, if it does."""
+        if self.primitive == "div":
+            atom = self.operand_atoms[1]
+        elif self.primitive == "integer_pow" and self.params["y"] < 0:
+            atom = self.operand_atoms[0]
+        else:
+            return None
+        return atom if isinstance(atom, int) else None
 
     @property
     def contracted_size(self) -> int:
@@ -148,11 +162,6 @@ class Equation:
         return _place_of(self.jaxpr.eqns[0])
 
     @property
-    def tag(self) -> str | None:
-        """The name that `jax.ad_checkpoint.checkpoint_name` gives its result."""
-        return self.params["name"] if self.primitive == "name" else None
-
-    @property
     def source(self) -> str:
         """The user's line that it comes from."""
         return source_info_util.summarize(self.jaxpr.eqns[0].source_info)
@@ -179,12 +188,15 @@ class Graph:
         num_inputs: How many of the values are inputs.
         equations: The operations.
         outputs: What the program returns.
+        tags: The names that `jax.ad_checkpoint.checkpoint_name` gave to values, where
+            its equations are left out.
     """
 
     avals: tuple[jax.core.ShapedArray, ...]
     num_inputs: int
     equations: tuple[Equation, ...]
     outputs: tuple[Atom, ...]
+    tags: Mapping[int, tuple[str, ...]]
 
 
 def live_equations(
@@ -405,9 +417,13 @@ def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
     """Turns a jaxpr into a `Graph`; calls in it are inlined.
 
     Calls with a derivative rule only if the program `is_differentiated` already, or if
-    the rule is that of a wrapped function.
+    the rule is that of a wrapped function. Then names of values become tags, too: what
+    is named is the value itself.
     """
-    builder = _Builder({*_CALLS, *_RULED_CALLS} if is_differentiated else _CALLS)
+    builder = _Builder(
+        {*_CALLS, *_RULED_CALLS} if is_differentiated else _CALLS,
+        names_are_tags=is_differentiated,
+    )
     inputs = [builder.new_value(var.aval) for var in closed.jaxpr.invars]
     outputs = builder.splice(closed, inputs)
     return Graph(
@@ -415,14 +431,17 @@ def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
         num_inputs=len(inputs),
         equations=tuple(builder.equations),
         outputs=tuple(outputs),
+        tags=builder.tags,
     )
 
 
 class _Builder:
     """Collects equations while calls are inlined."""
 
-    def __init__(self, inlined: Container[str]) -> None:
+    def __init__(self, inlined: Container[str], *, names_are_tags: bool) -> None:
         self._inlined = inlined
+        self._names_are_tags = names_are_tags
+        self.tags: dict[int, tuple[str, ...]] = {}
         self.avals: list[jax.core.ShapedArray] = []
         self.equations: list[Equation] = []
 
@@ -448,6 +467,12 @@ class _Builder:
             if body is not None:
                 results = self.splice(body, [read(atom) for atom in eqn.invars])
                 env.update(zip(eqn.outvars, results, strict=True))
+                continue
+            if eqn.primitive.name == "name" and self._names_are_tags:
+                named = env[eqn.outvars[0]] = read(eqn.invars[0])
+                if isinstance(named, int):
+                    tag = eqn.params["name"]
+                    self.tags[named] = (*self.tags.get(named, ()), tag)
                 continue
             invars = list(
                 dict.fromkeys(

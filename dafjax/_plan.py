@@ -13,8 +13,8 @@ from dafjax._channels import find_channels
 from dafjax._graph import Equation, live_equations, names_of_place
 from dafjax._linearity import find_uses
 from dafjax._pooling import Pooling, find_poolings, note_places
-from dafjax._primitives import is_cheap, needs_exact_operands
-from dafjax._rectifiers import find_masks, selection
+from dafjax._primitives import is_amplifying, is_cheap, needs_exact_operands
+from dafjax._rectifiers import find_rectifiers, selection
 from dafjax._residuals import Program
 from dafjax._steering import find_steering
 from dafjax.codecs import AbstractCodec, Affine
@@ -54,7 +54,7 @@ class Kept:
     codec: AbstractCodec | None
     name: str
     primitive: str
-    source: str
+    source: str = dataclasses.field(compare=False)
     is_packed: bool = False
     sharding: Any = dataclasses.field(default=None, compare=False)
 
@@ -130,12 +130,12 @@ def make_plan(
     pooled = note_places(program, packings)
     program = pooled.program
     residuals = program.residuals()
-    masks = find_masks(program)
+    rectifiers = find_rectifiers(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
     packed = {v for eqn in program.backward for v in reads_packed(eqn)}
     decisions = _decide(
         program,
-        (*residuals, *masks.values()),
+        (*residuals, *(r.mask for r in rectifiers.values())),
         policy,
         fingerprint=fingerprint,
         activations=activations,
@@ -157,15 +157,17 @@ def make_plan(
             arguments.append(value)
             continue
         equation = pooled.picks.get(value, producers[value])
-        mask = masks.get(value)
-        if mask is not None and not isinstance(decisions[mask], Recompute):
-            equation = selection(program, equation, mask)
+        rectifier = rectifiers.get(value)
+        if rectifier is not None and not isinstance(
+            decisions[rectifier.mask], Recompute
+        ):
+            equation = selection(program, rectifier)
         recomputed[value] = equation
         new = [v for v in equation.input_values if v not in seen]
         seen.update(new)
         stack.extend(new)
     inexact = [value for value in kept if _is_inexact(decisions[value])]
-    uses = find_uses(recomputed, inexact)
+    uses = find_uses(program, recomputed, inexact)
     channels = find_channels(program, activations)
     names = _find_names(program)
     return ProgramPlan(
@@ -207,17 +209,12 @@ def _is_inexact(decision: Decision) -> bool:
 
 
 def _find_names(program: Program) -> dict[int, tuple[str, ...]]:
-    """Returns the names of every value: tags first, then its place in the model.
-
-    A tag is also a name of what it is put on.
-    """
+    """Returns the names of every value: tags first, then its place in the model."""
     names: dict[int, tuple[str, ...]] = dict.fromkeys(range(len(program.avals)), ())
     for eqn in program.forward:
         names.update(dict.fromkeys(eqn.outputs, names_of_place(eqn.place)))
-    for eqn in reversed(program.forward):
-        if eqn.tag is not None:
-            for value in (*eqn.input_values, *eqn.outputs):
-                names[value] = (eqn.tag, *names[value])
+    for value, tags in program.tags.items():
+        names[value] = (*tags, *names[value])
     return names
 
 
@@ -241,6 +238,8 @@ def _decide(
     known: dict[int, bool] = {}
     # The values in inexact codes that recomputing a value unpacks; or itself
     sources: dict[int, frozenset[int]] = {}
+    # What is recomputed by way of an exponential or the like.
+    amplified: set[int] = set()
 
     exact = {
         value
@@ -248,11 +247,23 @@ def _decide(
         if needs_exact_operands(eqn.primitive)
         for value in eqn.input_values
     }
+    # A code near 0 may stand for 0.
+    exact.update(eqn.divisor for eqn in program.backward if eqn.divisor is not None)
     steering = find_steering(program)
 
-    def settle(value: int, residual: Residual, reached: frozenset[int]) -> None:
+    def settle(
+        value: int,
+        residual: Residual,
+        reached: frozenset[int],
+        *,
+        has_effect: bool = False,
+    ) -> None:
         decision = decided.get(value) or policy(residual)
-        if (value in exact or value in packed) and not residual.known:
+        is_off = _is_inexact(decision) or (
+            isinstance(decision, Recompute) and residual.sources > 0
+        )
+        must_be_saved = value in packed or has_effect or (value in exact and is_off)
+        if must_be_saved and not residual.known:
             decision = Save()
         if not isinstance(decision, (Save, Compress, Recompute)):
             raise TypeError(
@@ -298,17 +309,24 @@ def _decide(
         inputs = eqn.input_values
         reached = frozenset().union(*(sources[v] for v in inputs))
         all_known = is_cheap(eqn.primitive) and all(known[v] for v in inputs)
+        amplifies = not amplified.isdisjoint(inputs)
+        divides = eqn.divisor is not None and bool(sources[eqn.divisor])
         for value in eqn.outputs:
             residual = describe(
                 value,
                 eqn.primitive,
                 known=all_known,
+                divides=divides,
+                amplified=amplifies,
                 reduced_from=max(eqn.operand_sizes, default=0),
                 sources=len(reached),
                 source_elements=sum(program.avals[v].size for v in reached),
                 contracted=eqn.contracted_size,
             )
-            settle(value, residual, reached)
+            settle(value, residual, reached, has_effect=eqn.has_effect)
+            amplifies_now = amplifies or is_amplifying(eqn.primitive)
+            if reached and amplifies_now and isinstance(decisions[value], Recompute):
+                amplified.add(value)
     return decisions
 
 
@@ -353,7 +371,11 @@ def _describe(
     codec = None
     if isinstance(decision, Compress):
         codec = default if decision.codec is None else decision.codec
-        codec.check(jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype)))
+        like = jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype))
+        codec.check(like)
+        # Of a few elements padding is the most.
+        if codec.packed_nbytes(like) >= like.size * like.dtype.itemsize:
+            codec = None
     return Kept(
         program=fingerprint,
         value=value,

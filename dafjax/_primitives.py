@@ -4,19 +4,23 @@
 # result.
 _ELEMENTWISE = frozenset(
     [
-        *("abs", "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2"),
-        *("atanh", "cbrt", "clamp", "conj", "convert_element_type", "copy", "copy_p"),
-        *("cos", "div", "erf", "erf_inv", "erfc", "imag", "integer_pow", "lgamma"),
-        *("log", "log1p", "log2", "logistic", "max", "min", "mul", "neg"),
-        *("one_minus_square", "real", "reduce_precision", "rsqrt", "select_n", "sin"),
+        *("abs", "add", "add_any", "asinh", "atan", "atan2", "cbrt", "clamp", "conj"),
+        *("convert_element_type", "copy", "copy_p", "cos", "div", "erf", "erfc"),
+        *("imag", "integer_pow", "logistic", "max", "min", "mul", "neg"),
+        *("one_minus_square", "real", "reduce_precision", "select_n", "sin"),
         *("sqrt", "square", "stop_gradient", "sub", "tanh"),
     ]
 )
 
 # A small error of an operand can be a huge one of the result. Recomputed from codes of
-# logits, a softmax was off by a factor of 10^5.
+# logits, a softmax was off by a factor of 10^5. The second half has poles or an edge:
+# the code of a value near one may stand for one beyond it.
 _AMPLIFYING = frozenset(
-    ["cosh", "cumprod", "exp", "exp2", "expm1", "pow", "reduce_prod", "sinh", "tan"]
+    [
+        *("cosh", "cumprod", "exp", "exp2", "expm1", "pow", "reduce_prod", "sinh"),
+        *("acos", "acosh", "asin", "atanh", "erf_inv", "lgamma", "log", "log1p"),
+        *("log2", "rsqrt", "tan"),
+    ]
 )
 
 # What reads a value in jumps, although its results are floating-point: the gradient of
@@ -66,6 +70,7 @@ _CHEAP = _CONTINUOUS | _AMPLIFYING | _DISCONTINUOUS
 _LINEAR_IN_ALL = (
     _REARRANGING
     | _PLACING
+    | _PRODUCTS
     | {
         *("add", "add_any", "conj", "convert_element_type", "copy", "copy_p", "cumsum"),
         *("imag", "mul", "neg", "real", "reduce_precision", "reduce_sum"),
@@ -73,8 +78,10 @@ _LINEAR_IN_ALL = (
     }
 )
 _LINEAR_IN_FIRST = frozenset(["div"])
-# They choose by what is exact: `pick_places` is in `_pooling.py`.
-_LINEAR_BUT_FIRST = frozenset(["pick_places", "select_n"])
+# They choose by what is exact; the first two are in `_pooling.py`, `_rectifiers.py`.
+_LINEAR_BUT_FIRST = frozenset(["pick_places", "select_rectified", "select_n"])
+
+_PARTING = frozenset(["dynamic_slice", "slice", "split", "unstack"])
 
 _VALUE_KEEPING = _PLACING | {
     *("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape")
@@ -118,6 +125,11 @@ def linear_operands(primitive: str, num_operands: int) -> range:
     if primitive in _LINEAR_IN_FIRST:
         return range(1)
     return range(1, num_operands) if primitive in _LINEAR_BUT_FIRST else range(0)
+
+
+def takes_parts(primitive: str) -> bool:
+    """Returns whether the results of an operation are parts of its first operand."""
+    return primitive in _PARTING
 
 
 def keeps_last_axis(primitive: str) -> bool:

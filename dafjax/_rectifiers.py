@@ -7,20 +7,33 @@ at 0. As `where(x > 0, y, 0)` it has none, and is 0 exactly where it was. (ResNe
 width 16, 2 bits, random data: bias of the gradient 0.25 of its norm, and 0.00.)
 """
 
+import dataclasses
 from collections.abc import Container
+from typing import final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from dafjax._graph import Atom, Constant, Equation
+from dafjax._graph import Atom, Constant, Equation, call_equation
 from dafjax._primitives import keeps_values
 from dafjax._residuals import Program
 
 
-def find_masks(program: Program) -> dict[int, int]:
-    """Returns the value of the mask `x > 0` for the value of every `max(x, 0)`."""
+@final
+@dataclasses.dataclass(frozen=True)
+class Rectifier:
+    """An equation `max(x, 0)`, with the values of `x` and of the mask `x > 0`."""
+
+    equation: Equation
+    operand: int
+    mask: int
+
+
+def find_rectifiers(program: Program) -> dict[int, Rectifier]:
+    """Returns every `max(x, 0)` with a mask, by its value."""
     zeros = _find_zeros(program)
-    compared = {
+    masks = {
         x: eqn.outputs[0]
         for eqn in program.forward
         for x in (
@@ -30,21 +43,28 @@ def find_masks(program: Program) -> dict[int, int]:
         if x is not None
     }
     return {
-        eqn.outputs[0]: compared[x]
+        eqn.outputs[0]: Rectifier(eqn, x, masks[x])
         for eqn in program.forward
-        if (x := _other_than_zero(eqn, "max", zeros, places=(0, 1))) in compared
+        if (x := _other_than_zero(eqn, "max", zeros, places=(0, 1))) in masks
+        and x is not None
     }
 
 
-def selection(program: Program, rectifier: Equation, mask: int) -> Equation:
-    """Returns an equation that computes `max(x, 0)` as `where(mask, x, 0)`."""
-    zeros = _find_zeros(program)
-    x = _other_than_zero(rectifier, "max", zeros, places=(0, 1))
-    assert x is not None
-    closed = jax.make_jaxpr(
-        lambda mask, x: jax.lax.select(mask, x, jax.lax.full_like(x, 0))
-    )(program.avals[mask], program.avals[x])
-    return Equation(jaxpr=closed.jaxpr, inputs=(mask, x), outputs=rectifier.outputs)
+def select_rectified(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `x` where the mask is true, NaN where `x` is, else 0."""
+    return jax.lax.select(mask | (x != x), x, jax.lax.full_like(x, 0))
+
+
+def selection(program: Program, rectifier: Rectifier) -> Equation:
+    """Returns an equation that computes `max(x, 0)` by its mask `x > 0`."""
+    inputs = rectifier.mask, rectifier.operand
+    return call_equation(
+        select_rectified,
+        [program.avals[value] for value in inputs],
+        inputs,
+        rectifier.equation.outputs,
+        rectifier.equation,
+    )
 
 
 def _find_zeros(program: Program) -> frozenset[int]:
@@ -60,7 +80,8 @@ def _find_zeros(program: Program) -> frozenset[int]:
 
 def _is_zero(atom: Atom, zeros: Container[int]) -> bool:
     if isinstance(atom, Constant):
-        return np.ndim(atom.value) == 0 and bool(atom.value == 0)
+        is_number = jnp.issubdtype(jnp.result_type(atom.value), np.number)
+        return is_number and np.ndim(atom.value) == 0 and bool(atom.value == 0)
     return atom in zeros
 
 

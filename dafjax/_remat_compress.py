@@ -73,7 +73,7 @@ def remat_compress(
         ValueError: An option has a value outside its set.
 
     Warns:
-        UserWarning: A pattern of `bits` matches no name in the function.
+        UserWarning: A pattern of `bits` or `policy` matches no name in the function.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
@@ -223,21 +223,25 @@ def _trace(
     activations: tuple[int, ...],
 ) -> _Traced:
     closed, consts, out_structure = trace(_of_leaves(fun, static, structure), leaves)
-    _warn_of_names_not_found(options.bits, closed)
+    _warn_of_names_not_found(options, closed)
     function = with_compressed_residuals(
         closed, options, tuple(len(consts) + number for number in activations)
     )
     return _Traced(function, as_function(closed), consts, out_structure)
 
 
-def _warn_of_names_not_found(bits: Bits, closed: ClosedJaxpr) -> None:
-    if not bits.patterns:
+def _warn_of_names_not_found(options: Options, closed: ClosedJaxpr) -> None:
+    patterns = {
+        **dict.fromkeys(options.bits.patterns, "bits"),
+        **dict.fromkeys(options.policy.patterns, "policy"),
+    }
+    if not patterns:
         return
     names = sorted(names_in(closed))
-    for pattern in bits.patterns:
+    for pattern, option in patterns.items():
         if not matches(pattern, names):
             warnings.warn(
-                f"`remat_compress(bits=...)`: no name in the function matches "
+                f"`remat_compress({option}=...)`: no name in the function matches "
                 f"{pattern!r}. There are {_some(names)}. Names are given by "
                 "`jax.ad_checkpoint.checkpoint_name`, `jax.named_scope` and Flax.",
                 stacklevel=2,

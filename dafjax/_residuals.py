@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -43,6 +43,7 @@ class Program:
         gradients: The cotangents of the perturbed arguments.
         perturbed: For every argument, whether it is differentiated.
         differentiable: For every result, whether it has a cotangent.
+        tags: The names that the user gave to values of `forward`.
     """
 
     avals: tuple[jax.core.ShapedArray, ...]
@@ -54,14 +55,18 @@ class Program:
     gradients: tuple[Atom, ...]
     perturbed: tuple[bool, ...]
     differentiable: tuple[bool, ...]
+    tags: Mapping[int, tuple[str, ...]]
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Sixteen digits that tell this program from others."""
         lines = [str(aval) for aval in self.avals]
         for eqn in (*self.forward, *self.backward):
-            lines.append(f"{eqn.primitive} {eqn.input_values} {eqn.outputs}")
-        lines.append(f"{self.perturbed} {values_of(self.results)}")
+            lines.append(
+                f"{eqn.primitive} {eqn.input_values} {eqn.outputs} {eqn.place}"
+            )
+            lines.extend(f"{k}={v}" for k, v in eqn.params.items() if _is_plain(v))
+        lines.append(f"{self.perturbed} {values_of(self.results)} {self.tags}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def nbytes(self, value: int) -> int:
@@ -76,6 +81,13 @@ class Program:
         read = {value for eqn in self.backward for value in eqn.input_values}
         read.update(values_of(self.gradients))
         return tuple(sorted(read - made))
+
+
+def _is_plain(param: Any) -> bool:
+    """Returns whether a parameter prints alike in every process."""
+    if isinstance(param, tuple):
+        return all(map(_is_plain, param))
+    return param is None or isinstance(param, (bool, int, float, str))
 
 
 def is_differentiable(dtype: Any) -> bool:
@@ -137,6 +149,7 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
         gradients=renumber(second.outputs, numbers),
         perturbed=tuple(perturbed),
         differentiable=differentiable,
+        tags=first.tags,
     )
 
 

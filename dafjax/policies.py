@@ -50,14 +50,17 @@ class Residual:
         primitive: The primitive that makes it, or `"argument"`.
         reduced_from: The number of elements of the largest operand of that primitive.
         known: Whether it follows from arguments and constants by cheap operations
-        alone.
+            alone.
         sources: How many values in inexact codes would be unpacked to recompute it; 0
             if recomputing it gives the exact value.
         source_elements: The number of elements of those values together.
+        amplified: Whether an exponential, or the like, of values in codes is taken
+            where its operands are recomputed.
+        divides: Whether it divides by what is recomputed from codes, which may be 0.
         contracted: How many products one element is the sum of; 0 unless a matrix
             product makes it.
         steers: Whether it enters a cotangent that meets other residuals, and not only
-        the gradients of arguments.
+            the gradients of arguments.
         copies: How many of it wait at the same time: one for each iteration of a loop.
         names: What `jax.ad_checkpoint.checkpoint_name` calls it, its place in the
             model, and the parts of that between slashes.
@@ -72,6 +75,8 @@ class Residual:
     known: bool
     sources: int
     source_elements: int = 0
+    amplified: bool = False
+    divides: bool = False
     contracted: int = 0
     steers: bool = True
     copies: int = 1
@@ -103,6 +108,19 @@ class AbstractPolicy(abc.ABC):
 
     Policies are frozen, hashable data, so that traced programs can be cached by them.
     """
+
+    @property
+    def is_binding(self) -> bool:
+        """Whether its decisions hold also where it packs nothing.
+
+        If not, such a function is differentiated as usual.
+        """
+        return True
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns of names that should be found in the function."""
+        return ()
 
     @abc.abstractmethod
     def __call__(self, residual: Residual) -> Decision:
@@ -156,8 +174,7 @@ class CompressExpensive(AbstractPolicy):
       can be recomputed from is recomputed, though a short matrix product or an
       exponential be in between: the attention matrix of long sequences, from queries
       and keys. These then have 8 bits instead of 2 (see `dafjax.Bits`), which costs
-      less than keeping the matrix at 2. (A GPT-2 of width 256 and 256 tokens: the
-      same error of the gradient.)
+      less than keeping the matrix at 2. Not so with a `codec` of its own.
     - What follows cheaply from the arguments alone is recomputed.
     - Integers that depend on compressed values, float64, complex numbers and random
       keys are saved as they are.
@@ -182,11 +199,7 @@ class CompressExpensive(AbstractPolicy):
     min_nbytes: int = 16 * 1024
 
     def __post_init__(self) -> None:
-        if self.codec is not None and not isinstance(self.codec, AbstractCodec):
-            raise TypeError(
-                "`CompressExpensive(codec=...)` must be a codec or `None`, but got "
-                f"`{self.codec!r}`. Use for example `dafjax.codecs.Affine(bits=2)`."
-            )
+        _check_codec(self)
         for name, least in (("max_sources", 1), ("min_nbytes", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -200,8 +213,16 @@ class CompressExpensive(AbstractPolicy):
                     f"got {value}."
                 )
 
+    @property
+    def is_binding(self) -> bool:
+        return False
+
     def __call__(self, residual: Residual) -> Decision:
         if residual.known:
+            return Recompute()
+        # Also the sum that probabilities are divided by, so that they are still at
+        # most 1: with the exact one a large error of an exponent is a huge one.
+        if residual.amplified and is_continuous(residual.primitive):
             return Recompute()
         cheap = is_cheap(residual.primitive)
         if residual.nbytes * residual.copies <= self.min_nbytes:
@@ -219,7 +240,8 @@ class CompressExpensive(AbstractPolicy):
         if self._expands(residual):
             return Recompute()
         most = 1 if residual.steers else self.max_sources
-        if is_continuous(residual.primitive) and residual.sources <= most:
+        tame = is_continuous(residual.primitive) and not residual.divides
+        if (cheap and residual.sources == 0) or (tame and residual.sources <= most):
             return Recompute()
         return Compress(self.codec)
 
@@ -229,6 +251,7 @@ class CompressExpensive(AbstractPolicy):
         )
         return (
             computable
+            and self.codec is None
             and 0 < residual.sources <= self.max_sources
             and residual.num_elements > _EXPANSION * residual.source_elements
         )
@@ -239,8 +262,20 @@ class CompressExpensive(AbstractPolicy):
 class SaveAll(AbstractPolicy):
     """Saves every residual as it is: plain reverse-mode differentiation."""
 
+    @property
+    def is_binding(self) -> bool:
+        return False
+
     def __call__(self, residual: Residual) -> Decision:
         return Recompute() if residual.known else Save()
+
+
+def _check_codec(policy: "CompressExpensive | CompressDots | CompressNames") -> None:
+    if policy.codec is not None and not isinstance(policy.codec, AbstractCodec):
+        raise TypeError(
+            f"`{type(policy).__name__}(codec=...)` must be a codec or `None`, but got "
+            f"`{policy.codec!r}`. Use for example `dafjax.codecs.Affine(bits=2)`."
+        )
 
 
 @final
@@ -258,6 +293,9 @@ class CompressDots(AbstractPolicy):
     """
 
     codec: AbstractCodec | None = None
+
+    def __post_init__(self) -> None:
+        _check_codec(self)
 
     def __call__(self, residual: Residual) -> Decision:
         if residual.known or not is_product(residual.primitive):
@@ -298,13 +336,23 @@ class CompressNames(AbstractPolicy):
     codec: AbstractCodec | None = None
 
     def __post_init__(self) -> None:
+        _check_codec(self)
         names = (self.names,) if isinstance(self.names, str) else tuple(self.names)
-        if not names or not all(isinstance(name, str) for name in names):
+        if not all(isinstance(name, str) for name in names):
             raise TypeError(
                 "`CompressNames(names)` must be a string or strings, but got "
                 f"`{self.names!r}`."
             )
+        if not names:
+            raise ValueError(
+                "`CompressNames(names)` must name something, but got none. To keep "
+                "nothing use `jax.checkpoint`."
+            )
         object.__setattr__(self, "names", names)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(self.names)
 
     def __call__(self, residual: Residual) -> Decision:
         if residual.known or not any(matches(n, residual.names) for n in self.names):

@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dafjax._graph import count_calls, trace
 from dafjax._nbytes import readable
-from dafjax._plan import Kept
+from dafjax._plan import Kept, ProgramPlan
 from dafjax._recorder import record_plans
 from dafjax._table import align
 from dafjax.codecs import Affine, Bitmask
@@ -196,12 +196,25 @@ def saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
                 counted.append((item, calls[name]))
             else:
                 spare.append(item)
+    _check_decided_once(recorder.plans.values())
     return Plan(
         kept=tuple(item for item, _ in counted),
         counts=tuple(n for _, n in counted),
         spare=tuple(spare),
         programs=tuple(plan.fingerprint for plan in recorder.plans.values()),
     )
+
+
+def _check_decided_once(plans: Iterable[ProgramPlan]) -> None:
+    """Raises an error if two functions that look the same have other codes."""
+    seen: dict[str, tuple[Kept, ...]] = {}
+    for plan in plans:
+        if seen.setdefault(plan.fingerprint, plan.kept) != plan.kept:
+            raise NotImplementedError(
+                "`saved_residuals(fun)`: two functions in `fun` are equal, but wrapped "
+                "with different options, so that a plan cannot tell them apart. List "
+                "them one by one, or give their parts names with `jax.named_scope`."
+            )
 
 
 def print_saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -261,11 +274,14 @@ def _from_json(row: Mapping[str, Any]) -> Kept:
 
 
 def _dtype(name: str) -> Any:
-    """Returns a dtype of its name; of a random key the name, for there is no other."""
-    try:
+    """Returns a dtype of its name; those of random keys are no names to NumPy."""
+    if not name.startswith("key<"):
         return jnp.dtype(name)
-    except TypeError:
-        return name
+    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
+        key = jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl))
+        if str(key.dtype) == name:
+            return key.dtype
+    raise ValueError(f"there are no random keys of dtype {name}")
 
 
 def _row(item: Kept, count: int) -> tuple[str, ...]:

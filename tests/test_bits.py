@@ -49,7 +49,6 @@ NONLINEAR = {
     "cube": lambda y: y * y * y,
     "sin": jnp.sin,
     "clip": lambda y: jnp.clip(y, -1, 1),
-    "divisor": lambda y: 1 / (3 + jnp.abs(y)),
 }
 
 
@@ -72,6 +71,30 @@ def test_nonlinear_uses_have_twice_the_bits(name, bits, more, weights, x):
         return before_a_product(NONLINEAR[name], w, x)
 
     assert bits_of(f, weights, x, bits=bits) == [more]
+
+
+@pytest.mark.parametrize("name", ["tanh", "square", "sin"])
+def test_a_rectifier_before_changes_nothing(name, weights, x):
+    def f(w, x):
+        return before_a_product(lambda y: NONLINEAR[name](jax.nn.relu(y)), w, x)
+
+    assert bits_of(f, weights, x) == [4]
+
+
+def test_a_cotangent_that_meets_a_code_twice_is_not_linear_in_it(weights, x):
+    def f(w, u):
+        y = x @ w
+        return jnp.mean((u * y) * y)
+
+    assert bits_of(f, weights, x[0]) == [4]
+
+
+def test_parts_of_a_value_have_noise_of_their_own(weights, x):
+    def f(w, u):
+        y, z = jnp.split(x @ w, 2, axis=-1)
+        return jnp.mean((u * y) * z)
+
+    assert bits_of(f, weights, x[0, : WIDTH // 2]) == [2]
 
 
 def test_a_product_of_values_with_noise_of_their_own_is_linear(weights, x):

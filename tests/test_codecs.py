@@ -15,6 +15,7 @@ from dafjax.codecs import (
     _affine,
     _bitmask,
 )
+from dafjax.codecs._rows import rows_of
 from tests.helpers import ALL_CODECS, assert_same_bits, example, like
 
 
@@ -243,3 +244,12 @@ def test_documented_examples_run(module: object) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_rows_of_many_small_examples_are_found_at_once():
+    assert rows_of((4_000_000, 4)) == (32000, 500)
+    assert rows_of((4_000_037, 4)) == (16_000_148,)  # a prime number of examples
+    assert rows_of((64, 32, 32, 64)) == (64, 65536)
+    assert rows_of((7,)) == (7,)
+    assert rows_of(()) == (1,)
+    assert rows_of((0, 5)) == (0,)

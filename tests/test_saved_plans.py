@@ -108,3 +108,28 @@ def test_a_file_that_is_no_plan_is_refused(text, tmp_path):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ValueError, match=r"plan\.json` is not a plan"):
         dafjax.Plan.load(tmp_path / "plan.json")
+
+
+def test_random_keys_survive_a_file(tmp_path):
+    @dafjax.remat_compress
+    def loss(w, seed):
+        key = jax.random.key(jnp.sum(seed))
+        return jnp.sum((w @ w) * jax.random.normal(key, w.shape) @ w)
+
+    plan = dafjax.saved_residuals(
+        lambda w: loss(w, jnp.arange(3)), jnp.ones((256, 256))
+    )
+    plan.save(tmp_path / "plan.json")
+    loaded = dafjax.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert str(loaded) == str(plan)
+
+
+def test_equal_functions_with_other_options_cannot_be_told_apart():
+    def block(w, x):
+        return jnp.tanh(x @ w)
+
+    coarse, fine = (dafjax.remat_compress(block, bits=bits) for bits in (2, 8))
+    w = jnp.ones((256, 256))
+    with pytest.raises(NotImplementedError, match=r"other options|different options"):
+        dafjax.saved_residuals(lambda w: jnp.sum(coarse(w, fine(w, w))), w)

@@ -17,7 +17,7 @@ from jax._src import config
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, reshard
 
 import dafjax
-from dafjax._native import _primitive
+from dafjax._native import _primitive, tie
 from tests.helpers import relative_error
 
 
@@ -170,6 +170,39 @@ def test_weights_gathered_by_hand_are_never_kept() -> None:
     kept = dafjax.saved_residuals(divided, *example()).kept
     assert kept
     assert all(item.shape[0] != WIDTH for item in kept)
+
+
+@pytest.mark.parametrize("name", ["shardy", "gspmd"])
+def test_results_may_be_divided_otherwise_than_operands(name: str) -> None:
+    mesh = two_devices()
+    along_first, along_last = (
+        NamedSharding(mesh, spec) for spec in (P("data"), P(None, "data"))
+    )
+
+    def f(w: jax.Array, x: jax.Array) -> jax.Array:
+        for n in range(3):
+            x = jnp.sin(x @ w)
+            sharding = along_last if n % 2 == 0 else along_first
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        return x
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, pullback = jax.vjp(dafjax.remat_compress(f, bits=8), w, x)
+        return y, pullback(jnp.ones_like(y))[0]
+
+    w, x = jnp.eye(WIDTH), jnp.ones((2 * WIDTH, WIDTH))
+    placed = jax.device_put(x, along_first)
+    with partitioner(name):
+        whole = NamedSharding(mesh, P())
+        divided = jax.jit(step, out_shardings=(along_last, whole))
+        y, gradient = divided(jax.device_put(w, whole), placed)
+        tied = jax.jit(
+            lambda x: tie(x)[0], in_shardings=along_first, out_shardings=along_last
+        )(placed)
+    np.testing.assert_array_equal(tied, x)
+    want_y, want = step(w, x)
+    np.testing.assert_allclose(y, want_y, rtol=1e-5)
+    assert relative_error(gradient, want) < 0.05
 
 
 def test_arrays_divided_in_two_dimensions_keep_their_types() -> None:

@@ -128,17 +128,28 @@ def divide(
 def _known(
     rule: DivisionRule, operands: Sequence[Any], results: Sequence[Any]
 ) -> dict[str, Any]:
-    """Returns the mesh axes of each dimension that is divided."""
+    """Returns the mesh axes of each dimension that is divided.
+
+    Where arrays disagree the first counts, and no array is divided twice along one
+    axis: XLA divides what comes otherwise anew.
+    """
     known: dict[str, Any] = {}
-    of_results = rule.results if results else ()
-    arrays = zip((*operands, *results), (*rule.operands, *of_results), strict=True)
-    for array, names in arrays:
+    dimensions = (*rule.operands, *rule.results)
+    for array, names in zip((*operands, *results), dimensions, strict=False):
         # `None` where GSPMD has not decided yet.
         spec = getattr(array.sharding, "spec", ())
         for name, axes in zip(names, spec, strict=False):
-            if axes is not None and name not in rule.whole:
-                known.setdefault(name, axes)
+            if axes is None or name in rule.whole or name in known:
+                continue
+            beside = {n for other in dimensions if name in other for n in other}
+            taken = set().union(*(_axis_names(known[n]) for n in beside & set(known)))
+            if taken.isdisjoint(_axis_names(axes)):
+                known[name] = axes
     return known
+
+
+def _axis_names(axes: Any) -> tuple[str, ...]:
+    return tuple(axes) if isinstance(axes, tuple) else (axes,)
 
 
 def _shardings(

@@ -113,7 +113,7 @@ class Affine(AbstractCodec):
 
     def __post_init__(self) -> None:
         _check_choice(
-            "bits", self.bits, BITS, "For exact residuals use the policy `save_all()`."
+            "bits", self.bits, BITS, "For exact residuals use the policy `SaveAll()`."
         )
         _check_choice(
             "block_size",

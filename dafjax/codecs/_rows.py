@@ -16,6 +16,10 @@ from dafjax._typing import Array, Like
 _MOST_PADDING = 1 / 8
 
 
+# So many small elements fill tiles well enough; looking further costs time.
+_MOST_TOGETHER = 16 * TILE
+
+
 def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape `[m, n]` of an array as rows, or `[n]` as one row.
 
@@ -25,7 +29,7 @@ def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
     """
     if len(shape) > 1 and math.prod(shape) > 0:
         count, size = shape[0], math.prod(shape[1:])
-        for together in range(1, count):
+        for together in range(1, min(count, _MOST_TOGETHER + 1)):
             length = together * size
             padded = num_tiles(length) * TILE
             if count % together == 0 and padded <= length * (1 + _MOST_PADDING):
