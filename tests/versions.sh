@@ -22,7 +22,7 @@ for jax in ${*:-0.9.2 0.10.2 0.11.2}; do
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --editable '.[models,dev]' "jax==$jax" "jaxlib==$jax"
   echo "jax $jax"
-  "$venv/bin/python" -m pytest --quiet || failed="$failed $jax"
+  "$venv/bin/python" -m pytest --quiet --numprocesses 2 || failed="$failed $jax"
 done
 if [ -n "$failed" ]; then
   echo "failed on jax:$failed" >&2
