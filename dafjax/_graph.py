@@ -351,10 +351,14 @@ def bodies(equation: Equation) -> tuple[ClosedJaxpr, ...]:
     """Returns the body of a `scan`, or the branches of a `cond`."""
     params = equation.params
     found = params["branches"] if "branches" in params else (params["jaxpr"],)
-    return tuple(
-        ClosedJaxpr(body, ()) if isinstance(body, jex_core.Jaxpr) else body
-        for body in found
-    )
+    return tuple(map(_closed, found))
+
+
+def _closed(body: Any) -> ClosedJaxpr:
+    """Returns a body with its constants; since jax 0.11 it may carry them itself."""
+    if isinstance(body, ClosedJaxpr):
+        return body
+    return ClosedJaxpr(body, getattr(body, "consts", ()))
 
 
 def call_instead(
@@ -502,8 +506,8 @@ class _Builder:
         """Returns the body to splice in place of a call, or `None` if it is no call."""
         name = eqn.primitive.name
         body = eqn.params.get((_CALLS | _RULED_CALLS).get(name, ""))
-        if isinstance(body, jex_core.Jaxpr):
-            body = ClosedJaxpr(body, ())
+        if body is not None:
+            body = _closed(body)
         if body is None or name in self._inlined or _is_marked(body):
             return body
         return None
