@@ -94,10 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         for (layers, what), both in timings.items()
     ]
-    options_record = dataclasses.asdict(options)
-    write_result(
-        options.out, environment, {"options": options_record, "calls": records}
-    )
+    result = {"options": dataclasses.asdict(options), "calls": records}
+    write_result(options.out, environment, result)
     console.print(f"Written to {options.out}.", markup=False)
 
 
