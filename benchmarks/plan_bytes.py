@@ -67,10 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records = [measure(name, make, options.bits) for name, make in programs.items()]
     console = make_console()
     console.print(_table(records))
-    options_record = dataclasses.asdict(options) | {"out": str(options.out)}
-    write_result(
-        options.out, environment, {"options": options_record, "plans": records}
-    )
+    result = {"options": dataclasses.asdict(options), "plans": records}
+    write_result(options.out, environment, result)
     console.print(f"Written to {options.out}.", markup=False)
 
 
