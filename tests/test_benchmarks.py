@@ -32,7 +32,7 @@ from benchmarks import (
 from benchmarks.actnn import layer_inputs
 from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compare
 from dafjax._residuals import differentiate
-from dafjax.codecs import Affine
+from dafjax.codecs import Affine, Bitmask
 from models.resnet import ResNetConfig
 
 
@@ -287,10 +287,13 @@ def test_the_naive_codec_is_right(size, key, rng):
 
 
 def test_both_ways_of_the_quantizer_are_right():
-    codecs = quantizer_cost.Affine(bits=2), quantizer_cost.Bitmask()
     items = [
-        quantizer_cost.Item(jax.ShapeDtypeStruct((4, 500), dtype), codec)
-        for dtype, codec in zip((jnp.float32, jnp.bool_), codecs, strict=True)
+        quantizer_cost.Item(jax.ShapeDtypeStruct(shape, dtype), codec)
+        for shape, dtype, codec in (
+            ((4, 500), jnp.float32, Affine(bits=2)),
+            ((4, 256, 32), jnp.float32, Affine(bits=2, blocks="columns")),
+            ((4, 500), jnp.bool_, Bitmask()),
+        )
     ]
     timings = compare(quantizer_cost.contenders(items), baseline="dafjax", rounds=1)
     assert set(timings) == {"dafjax", "jax.numpy"}
