@@ -146,55 +146,48 @@ def estimate(
     check_step("estimate", step)
     memories: dict[Method, StepMemory] = {}
     for method in METHODS:
-        lowered = lower(method, step, args, kwargs)
-        if lowered.num_wrapped == 0:
-            raise nothing_wrapped("estimate", step)
-        memories[method] = lowered.compile(compiler_options)
+        lowered = lower("estimate", method, step, args, kwargs)
+        memories[method] = measure(lowered, compiler_options)
     return Estimate(**memories)
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Lowered:
-    """A step that XLA can compile.
-
-    Attributes:
-        program: What JAX made of it.
-        num_wrapped: How many wrapped functions it calls; `None` if not counted.
-    """
-
-    program: Any
-    num_wrapped: int | None
-
-    def compile(self, compiler_options: Mapping[str, Any] | None) -> StepMemory:
-        """Returns what the compiled program needs."""
-        options = None if compiler_options is None else dict(compiler_options)
-        memory = self.program.compile(compiler_options=options).memory_analysis()
-        return StepMemory(
-            temp_nbytes=memory.temp_size_in_bytes,
-            argument_nbytes=memory.argument_size_in_bytes,
-            output_nbytes=memory.output_size_in_bytes,
-            donated_nbytes=memory.alias_size_in_bytes,
-        )
+def measure(lowered: Any, compiler_options: Mapping[str, Any] | None) -> StepMemory:
+    """Compiles what `lower` returned; tells what the compiled program needs."""
+    options = None if compiler_options is None else dict(compiler_options)
+    memory = lowered.compile(compiler_options=options).memory_analysis()
+    return StepMemory(
+        temp_nbytes=memory.temp_size_in_bytes,
+        argument_nbytes=memory.argument_size_in_bytes,
+        output_nbytes=memory.output_size_in_bytes,
+        donated_nbytes=memory.alias_size_in_bytes,
+    )
 
 
 def lower(
+    caller: str,
     method: Method,
     step: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Lowered:
+) -> Any:
     """Traces a step under one method.
 
-    Wrapped functions are counted under the methods that replace them.
+    Raises:
+        ValueError: The method replaces wrapped functions, and the step calls none.
     """
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     transform = _TRANSFORMS.get(method)
     if transform is None:
-        return Lowered(jitted.lower(*args, **kwargs), None)
+        return jitted.lower(*args, **kwargs)
     with standing_in(transform) as stand_in:
-        program = jitted.lower(*args, **kwargs)
-    return Lowered(program, stand_in.num_calls)
+        lowered = jitted.lower(*args, **kwargs)
+    if stand_in.num_calls == 0:
+        raise ValueError(
+            f"`{caller}(step, ...)`: `{getattr(step, '__name__', step)!s}` calls no "
+            "function wrapped by `remat_compress` (or one with `bits=None`). Wrap the "
+            "loss or its blocks first, and pass the step that differentiates it."
+        )
+    return lowered
 
 
 def check_step(caller: str, step: Any) -> None:
@@ -204,12 +197,3 @@ def check_step(caller: str, step: Any) -> None:
             f"`{caller}(step, ...)` must be given a function, but got `{step!r}`. Pass "
             f"the step and its arguments apart: `{caller}(step, params, batch)`."
         )
-
-
-def nothing_wrapped(caller: str, step: Any) -> ValueError:
-    """Returns the error of a step that calls no wrapped function."""
-    return ValueError(
-        f"`{caller}(step, ...)`: `{getattr(step, '__name__', step)!s}` calls no "
-        "function wrapped by `remat_compress` (or one with `bits=None`). Wrap the loss "
-        "or its blocks first, and pass the step that differentiates it."
-    )

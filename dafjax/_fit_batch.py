@@ -10,7 +10,7 @@ from dafjax._estimate import (
     StepMemory,
     check_step,
     lower,
-    nothing_wrapped,
+    measure,
 )
 from dafjax._nbytes import parse_nbytes, readable
 
@@ -104,17 +104,15 @@ def fit_batch(
     _check_count("multiple_of", multiple_of, 1)
     _check_count("max_batch", max_batch, multiple_of)
     limit_nbytes = parse_nbytes("fit_batch(limit=...)", limit)
-    if (
-        lower("plain", step, _arguments(args_of_batch, multiple_of), {}).num_wrapped
-        == 0
-    ):
-        raise nothing_wrapped("fit_batch", step)
+    # Raises an error if nothing is wrapped, whatever the method.
+    lower("fit_batch", "plain", step, _arguments(args_of_batch, multiple_of), {})
     memories: dict[int, StepMemory] = {}
 
     def nbytes_of(count: int) -> int:
         batch = count * multiple_of
         arguments = _arguments(args_of_batch, batch)
-        memories[batch] = lower(method, step, arguments, {}).compile(compiler_options)
+        lowered = lower("fit_batch", method, step, arguments, {})
+        memories[batch] = measure(lowered, compiler_options)
         return memories[batch].total_nbytes
 
     batch = multiple_of * largest_that_fits(

@@ -129,6 +129,7 @@ def make_plan(
     packings = _packings_of_places(program, policy, activations, iterations)
     pooled = note_places(program, packings)
     program = pooled.program
+    names = _find_names(program)
     residuals = program.residuals()
     rectifiers = find_rectifiers(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
@@ -138,6 +139,7 @@ def make_plan(
         (*residuals, *(r.mask for r in rectifiers.values())),
         policy,
         fingerprint=fingerprint,
+        names=names,
         activations=activations,
         packed=packed,
         decided=dict(zip(pooled.places, packings.values(), strict=True)),
@@ -169,7 +171,6 @@ def make_plan(
     inexact = [value for value in kept if _is_inexact(decisions[value])]
     uses = find_uses(program, recomputed, inexact)
     channels = find_channels(program, activations)
-    names = _find_names(program)
     return ProgramPlan(
         program=program,
         fingerprint=fingerprint,
@@ -224,6 +225,7 @@ def _decide(
     policy: AbstractPolicy,
     *,
     fingerprint: str,
+    names: Mapping[int, tuple[str, ...]],
     activations: Container[int],
     packed: Container[int],
     decided: Mapping[int, Decision],
@@ -277,8 +279,6 @@ def _decide(
         else:
             inexact = _is_inexact(decision)
             sources[value] = frozenset({value}) if inexact else frozenset()
-
-    names = _find_names(program)
 
     def describe(value: int, primitive: str, **found: Any) -> Residual:
         aval = program.avals[value]
