@@ -12,19 +12,17 @@ from typing import Any, TypeAlias
 import jax
 from jax import lax
 
-from dafjax._graph import (
-    ClosedJaxpr,
+from dafjax._equation import (
     Constant,
     Equation,
-    Graph,
     bodies,
     call_instead,
     evaluate,
-    flatten,
-    has_primitive,
     scan_arity,
 )
+from dafjax._graph import Graph, flatten
 from dafjax._primitives import is_cheap
+from dafjax._tracing import ClosedJaxpr, has_primitive
 
 
 _WITH_BODIES = ("scan", "cond")

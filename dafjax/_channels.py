@@ -11,7 +11,7 @@ whose last axis is no channel, they are worse by 8 dB and more
 
 from collections.abc import Container
 
-from dafjax._graph import Equation
+from dafjax._equation import Equation
 from dafjax._primitives import is_cheap, keeps_last_axis
 from dafjax._residuals import Program
 

@@ -14,7 +14,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax._bits import Bits
 from dafjax._bodies import has_bodies, with_wrapped_bodies
-from dafjax._graph import ClosedJaxpr, as_function, mark_as_wrapped
+from dafjax._graph import mark_as_wrapped
 from dafjax._native import first_order
 from dafjax._passes import Ties, run_backward, run_forward
 from dafjax._plan import ProgramPlan, make_plan
@@ -26,6 +26,7 @@ from dafjax._residuals import (
     vjp_of_perturbed,
 )
 from dafjax._schedule import schedule_backward
+from dafjax._tracing import ClosedJaxpr, as_function
 from dafjax.policies import AbstractPolicy, SaveAll
 from dafjax.stores import AbstractStore
 

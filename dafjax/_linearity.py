@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from dafjax._bits import Use
-from dafjax._graph import Atom, Equation
+from dafjax._equation import Atom, Equation
 from dafjax._primitives import (
     is_amplifying,
     is_product,

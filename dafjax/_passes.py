@@ -8,14 +8,8 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from dafjax._graph import (
-    Atom,
-    Constant,
-    Equation,
-    evaluate,
-    live_equations,
-    values_of,
-)
+from dafjax._equation import Atom, Constant, Equation, evaluate, values_of
+from dafjax._graph import live_equations
 from dafjax._native import tie
 from dafjax._plan import Kept, ProgramPlan
 from dafjax._primitives import is_cheap

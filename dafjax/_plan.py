@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from dafjax._bits import Bits, Use
 from dafjax._bodies import reads_packed
 from dafjax._channels import find_channels
-from dafjax._graph import Equation, live_equations, names_of_place
+from dafjax._equation import Equation
+from dafjax._graph import live_equations
 from dafjax._linearity import find_uses
 from dafjax._pooling import Pooling, find_poolings, note_places
 from dafjax._primitives import is_amplifying, is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_rectifiers, selection
 from dafjax._residuals import Program
 from dafjax._steering import find_steering
+from dafjax._tracing import names_of_place
 from dafjax.codecs import AbstractCodec, Affine
 from dafjax.policies import (
     AbstractPolicy,

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 
-from dafjax._graph import Constant, Equation, call_equation
+from dafjax._equation import Constant, Equation, call_equation
 from dafjax._residuals import Program
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dafjax._graph import Atom, Constant, Equation, call_equation
+from dafjax._equation import Atom, Constant, Equation, call_equation
 from dafjax._primitives import keeps_values
 from dafjax._residuals import Program
 

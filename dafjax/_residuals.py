@@ -10,16 +10,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from dafjax._graph import (
-    Atom,
-    ClosedJaxpr,
-    Equation,
-    as_function,
-    flatten,
-    live_equations,
-    renumber,
-    values_of,
-)
+from dafjax._equation import Atom, Equation, renumber, values_of
+from dafjax._graph import flatten, live_equations
+from dafjax._tracing import ClosedJaxpr, as_function
 
 
 @final

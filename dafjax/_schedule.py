@@ -32,7 +32,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from dafjax._graph import Atom, Equation, values_of
+from dafjax._equation import Atom, Equation, values_of
 from dafjax._plan import ProgramPlan
 from dafjax._primitives import is_cheap, rearranges_operands
 from dafjax._residuals import Program

@@ -7,7 +7,7 @@ cotangent is multiplied with next has noise of its own. If that comes from the s
 code, the product has the noise squared, whose mean is not 0: a biased gradient.
 """
 
-from dafjax._graph import Equation
+from dafjax._equation import Equation
 from dafjax._primitives import is_cheap, is_continuous
 from dafjax._residuals import Program
 

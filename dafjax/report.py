@@ -11,11 +11,11 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from dafjax._graph import count_calls, trace
 from dafjax._nbytes import readable
 from dafjax._plan import Kept, ProgramPlan
 from dafjax._recorder import record_plans
 from dafjax._table import align
+from dafjax._tracing import count_calls, trace
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import (
     AbstractPolicy,

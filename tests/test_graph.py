@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dafjax._graph import Constant, evaluate, flatten, live_equations
+from dafjax._equation import Constant, evaluate
+from dafjax._graph import flatten, live_equations
 
 
 def run(graph, *arguments):
