@@ -44,9 +44,10 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.codec_throughput
 	$(RUN) -m benchmarks.block_layout
 	$(RUN) -m benchmarks.quantizer_cost
-	$(RUN) -m benchmarks.transformer_memory --time
+	$(RUN) -m benchmarks.transformer_memory --time --rss
 	$(RUN) -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16 \
 	  --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
+	$(RUN) -m benchmarks.layer_growth
 	$(RUN) -m benchmarks.plan_bytes
 	$(RUN) -m benchmarks.eager_overhead
 	$(RUN) -m benchmarks.accuracy --seeds 5

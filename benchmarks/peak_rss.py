@@ -1,62 +1,100 @@
-"""How much resident memory a few training steps add, in a process of their own.
-
-Prints one JSON object. `benchmarks.step_memory --rss` runs it for every method.
-"""
+"""How much resident memory a compiled step adds, in a process of its own."""
 
 import ctypes
 import dataclasses
 import gc
-import json
+import multiprocessing
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, final
 
-import tyro
+import jax
 
-from benchmarks.methods import make_method
-from benchmarks.training import Workload
 from models import memory
 
 
+_STEPS = 3
+
+
+@final
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of the command line."""
+class PeakRss:
+    """Resident bytes of a step, beside what its compiled program says.
 
-    method: str = "save_all"
-    """A file of benchmarks/methods."""
-    scheduler: str = "default"
-    """default or memory."""
-    batch: int = 64
-    """Images in a step."""
-    bits: int = 2
-    """Bits of the compressing methods."""
-    width: int = 64
-    """Filters of the first stage."""
-    steps: int = 3
-    """Steps to run."""
+    Attributes:
+        before: Between steps.
+        peak: The most during one.
+        temp: The program's temporary memory.
+        results: The results that do not take the place of donated arguments.
+    """
+
+    before: int
+    peak: int
+    temp: int
+    results: int
+
+    @property
+    def added(self) -> int:
+        """What a step adds to what is there between steps."""
+        return self.peak - self.before
+
+    @property
+    def planned(self) -> int:
+        """What the compiled program says that it adds."""
+        return self.temp + self.results
+
+    def as_record(self) -> dict[str, int]:
+        """Returns all figures, for a result file."""
+        return {
+            **dataclasses.asdict(self),
+            "added": self.added,
+            "planned": self.planned,
+        }
 
 
-def measure(options: Options) -> dict[str, int]:
-    """Runs the steps and returns resident bytes before and at the peak."""
-    method = make_method(options.method, bits=options.bits)
-    workload = Workload(method, options.batch, options.width)
-    compiled = workload.compile(scheduler=options.scheduler)
-    take_step = workload.stepper(compiled)
-    _forget_peak()
-    before = memory.resident_nbytes()
-    for _ in range(options.steps):
-        _, metrics = take_step()
-        float(metrics["loss"])  # waits for the step
-    peak = memory.peak_resident_nbytes()
-    if before is None or peak is None:
+def peak_rss_in_fresh_process(
+    make_step: Callable[..., tuple[jax.stages.Compiled, Callable[[], Any]]],
+    *arguments: Any,
+) -> PeakRss:
+    """Measures a step where nothing else has run.
+
+    Args:
+        make_step: Returns the compiled program and a function that runs it once. It and
+            its arguments go to another process.
+        *arguments: Its arguments.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(peak_rss, make_step, *arguments).result()
+
+
+def peak_rss(
+    make_step: Callable[..., tuple[jax.stages.Compiled, Callable[[], Any]]],
+    *arguments: Any,
+) -> PeakRss:
+    """Measures a step in this process, the median of three after the first.
+
+    Raises:
+        OSError: The system does not tell the resident memory.
+    """
+    if memory.resident_nbytes() is None:
         raise OSError(
             "Resident memory is read from /proc/self/status, which is absent."
         )
-    return {
-        "resident_before": before,
-        "resident_peak": peak,
-        "resident_added": peak - before,
-        "temp": memory.temp_nbytes(compiled),
-    }
+    compiled, take_step = make_step(*arguments)
+    jax.block_until_ready(take_step())
+    steps = []
+    for _ in range(_STEPS):
+        # The allocator keeps what is free, in pieces that the next step may not fit.
+        _forget_peak()
+        before = memory.resident_nbytes()
+        jax.block_until_ready(take_step())
+        steps.append((before, memory.peak_resident_nbytes()))
+    before, peak = sorted(steps, key=lambda step: step[1] - step[0])[_STEPS // 2]
+    analysis = compiled.memory_analysis()
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return PeakRss(before, peak, analysis.temp_size_in_bytes, results)
 
 
 def _forget_peak() -> None:
@@ -64,18 +102,3 @@ def _forget_peak() -> None:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     pathlib.Path("/proc/self/clear_refs").write_text("5")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
-    options = tyro.cli(
-        Options,
-        args=arguments,
-        description=__doc__,
-        prog="python -m benchmarks.peak_rss",
-    )
-    print(json.dumps(measure(options)))
-
-
-if __name__ == "__main__":
-    main()

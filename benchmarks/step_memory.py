@@ -6,14 +6,11 @@ Examples:
 """
 
 import dataclasses
-import json
-import os
 import pathlib
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import rich.table
 import tyro
 
@@ -21,12 +18,16 @@ from benchmarks.actnn import layer_inputs
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.harness import Check, Contender, Timing, compare, projection_error
 from benchmarks.methods import BASELINE, METHODS, Method, make_method
-from benchmarks.tables import make_console, make_table, make_time_table
+from benchmarks.peak_rss import peak_rss_in_fresh_process
+from benchmarks.tables import (
+    make_console,
+    make_rss_table,
+    make_table,
+    make_time_table,
+)
 from benchmarks.training import SCHEDULERS, Workload, gradient, loss
 from models import memory
 
-
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # Forward passes agree up to the order of additions.
 _LOSS_TOLERANCE = 1e-4
@@ -87,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(_temp_table(result["temp"]))
     if options.rss:
         result["rss"] = [_rss(options, name) for name in options.methods]
-        console.print(_rss_table(result["rss"]))
+        title = f"Resident memory that a step adds, batch {options.batch[0]}"
+        console.print(make_rss_table(title, result["rss"]))
     if options.time:
         timings = time_steps(options)
         result["time"] = {k: dataclasses.asdict(v) for k, v in timings.items()}
@@ -149,30 +151,22 @@ def _temp(options: Options, batch: int) -> list[Record]:
 
 def _rss(options: Options, name: str) -> Record:
     """Measures resident memory of one method in a fresh process."""
-    arguments = {
+    batch = options.batch[0]
+    measured = peak_rss_in_fresh_process(_make_step, options, name)
+    return {
+        "batch": batch,
         "method": name,
-        "batch": options.batch[0],
-        "bits": options.bits,
-        "width": options.width,
+        "label": options.method(name).label,
+        **measured.as_record(),
     }
-    completed = subprocess.run(
-        [sys.executable, "-m", "benchmarks.peak_rss"]
-        + [
-            text
-            for key, value in arguments.items()
-            for text in (f"--{key}", str(value))
-        ],
-        capture_output=True,
-        text=True,
-        cwd=_ROOT,
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
-        check=False,
-    )
-    if completed.returncode:
-        raise RuntimeError(f"benchmarks.peak_rss failed:\n{completed.stderr}")
-    label = options.method(name).label
-    measured = json.loads(completed.stdout.splitlines()[-1])
-    return {"batch": options.batch[0], "method": name, "label": label, **measured}
+
+
+def _make_step(
+    options: Options, name: str
+) -> tuple[jax.stages.Compiled, Callable[[], Any]]:
+    workload = options.workload(name, options.batch[0])
+    compiled = workload.compile()
+    return compiled, workload.stepper(compiled)
 
 
 def time_steps(options: Options) -> dict[str, Timing]:
@@ -227,24 +221,6 @@ def _temp_table(records: Sequence[Record]) -> rich.table.Table:
                 record["label"],
                 _megabytes(record["temp_nbytes"]),
                 f"{record['ratio']:.2f}x",
-            )
-            for record in records
-        ],
-    )
-
-
-def _rss_table(records: Sequence[Record]) -> rich.table.Table:
-    first = records[0]
-    return make_table(
-        f"Resident memory that the steps add, batch {first['batch']}",
-        left=("Method",),
-        right=("Added MB", "Compiled temp MB", "Plain / this"),
-        rows=[
-            (
-                record["label"],
-                _megabytes(record["resident_added"]),
-                _megabytes(record["temp"]),
-                f"{first['resident_added'] / record['resident_added']:.2f}x",
             )
             for record in records
         ],

@@ -1,6 +1,7 @@
 """Tables of results, wide enough when the output is a file."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import rich.box
 import rich.console
@@ -63,5 +64,32 @@ def make_time_table(
                 f"{timing.errors['projection']:.2g}",
             )
             for name, timing in timings.items()
+        ],
+    )
+
+
+def make_rss_table(
+    title: str, records: Sequence[Mapping[str, Any]]
+) -> rich.table.Table:
+    """Returns a table of the resident memory that a step adds.
+
+    Args:
+        title: Above it.
+        records: `peak_rss.PeakRss` of each method as a dict, with `label`, `added` and
+            `planned`; ratios are to the first.
+    """
+    return make_table(
+        title,
+        left=("Method",),
+        right=("Added MB", "Compiled MB", "Added / compiled", "Plain / this"),
+        rows=[
+            (
+                record["label"],
+                f"{record['added'] / 1e6:.1f}",
+                f"{record['planned'] / 1e6:.1f}",
+                f"{record['added'] / record['planned']:.2f}",
+                f"{records[0]['added'] / record['added']:.2f}x",
+            )
+            for record in records
         ],
     )

@@ -5,12 +5,13 @@ the passes need besides. With `--lora-rank` only the adapters are differentiated
 
 Examples:
     python -m benchmarks.transformer_memory
-    python -m benchmarks.transformer_memory --scan True --time
+    python -m benchmarks.transformer_memory --scan True --time --rss
     python -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16
         --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -24,7 +25,13 @@ import tyro
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.harness import Check, Contender, Timing, compare, projection_error
 from benchmarks.methods import BASELINE, METHODS, Method, make_method
-from benchmarks.tables import make_console, make_table, make_time_table
+from benchmarks.peak_rss import peak_rss_in_fresh_process
+from benchmarks.tables import (
+    make_console,
+    make_rss_table,
+    make_table,
+    make_time_table,
+)
 from benchmarks.training import SCHEDULERS
 from models import memory
 from models.gpt2 import GPT2, GPT2Config
@@ -55,7 +62,7 @@ class Options:
     lora_rank: int = 0
     """Rank of the adapters, everything else frozen; 0: all weights are trained."""
     scan: tuple[bool, ...] = (False, True)
-    """Whether blocks are a Python loop, or one scan; with --time, the first is used."""
+    """Whether blocks are a Python loop, or one scan; --time and --rss use the first."""
     bits: int = 2
     """Bits of the compressing methods."""
     methods: tuple[str, ...] = tuple(METHODS)
@@ -64,6 +71,8 @@ class Options:
     """Also measure the time of a gradient."""
     rounds: int = 5
     """Rounds of --time."""
+    rss: bool = False
+    """Also measure resident memory, in a fresh process for each method."""
     out: pathlib.Path = RESULTS / "transformer_memory.json"
     """The file to write."""
 
@@ -116,6 +125,13 @@ class Workload:
         trained = {self.config.trained: variables.pop(self.config.trained)}
         return trained, variables
 
+    def draw(self) -> tuple[ArrayTree, ArrayTree, jax.Array]:
+        """Draws the arguments of the loss, equal for all methods."""
+        tokens = jax.random.randint(
+            jax.random.key(1), (self.batch, self.length), 0, self.config.vocabulary
+        )
+        return *jax.jit(self.init)(jax.random.key(0)), tokens
+
     def compile(self, *, scheduler: str = "default") -> jax.stages.Compiled:
         """Compiles loss and gradient."""
         variables = jax.eval_shape(self.init, jax.random.key(0))
@@ -139,6 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result: Record = {"options": dataclasses.asdict(options)}
     result["temp"] = [r for scan in options.scan for r in _temp(options, scan)]
     console.print(_temp_table(result["temp"]))
+    if options.rss:
+        result["rss"] = [_rss(options, name) for name in options.methods]
+        console.print(
+            make_rss_table("Resident memory that a gradient adds", result["rss"])
+        )
     if options.time:
         timings = _time(options)
         result["time"] = {k: dataclasses.asdict(v) for k, v in timings.items()}
@@ -171,19 +192,33 @@ def _temp(options: Options, scan: bool) -> list[Record]:
     return records
 
 
+def _rss(options: Options, name: str) -> Record:
+    """Measures resident memory of one method in a fresh process."""
+    measured = peak_rss_in_fresh_process(_make_step, options, name)
+    return {
+        "method": name,
+        "label": make_method(name, bits=options.bits).label,
+        **measured.as_record(),
+    }
+
+
+def _make_step(
+    options: Options, name: str
+) -> tuple[jax.stages.Compiled, Callable[[], Any]]:
+    workload = options.workload(name, options.scan[0])
+    compiled = workload.compile()
+    return compiled, functools.partial(compiled, *workload.draw())
+
+
 def _time(options: Options) -> dict[str, Timing]:
     """Times one gradient of each method, after a check of its value."""
     contenders = {}
-    tokens = jax.random.randint(
-        jax.random.key(1), (options.batch, options.length), 0, options.vocabulary
-    )
-    init = jax.jit(options.workload(BASELINE, options.scan[0]).init)
-    variables = init(jax.random.key(0))
+    arguments = options.workload(BASELINE, options.scan[0]).draw()
     for name in options.methods:
         workload = options.workload(name, options.scan[0])
         compiled = workload.compile()
         contenders[name] = Contender(
-            run=lambda compiled=compiled: compiled(*variables, tokens),
+            run=functools.partial(compiled, *arguments),
             checks={
                 "loss": Check(_LOSS_TOLERANCE, extract=lambda out: out[0]),
                 "gradient": Check(

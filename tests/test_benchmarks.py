@@ -1,6 +1,5 @@
 """The benchmarks measure what they say, and refuse to time what is wrong."""
 
-import dataclasses
 import functools
 import importlib
 import itertools
@@ -18,6 +17,7 @@ from benchmarks import (
     eager_overhead,
     environment,
     harness,
+    layer_growth,
     methods,
     minimum_cut,
     naive_codec,
@@ -38,13 +38,13 @@ from models.resnet import ResNetConfig
 
 PROGRAMS = (
     "step_memory",
-    "peak_rss",
     "codec_throughput",
     "quantizer_cost",
     "block_layout",
     "accuracy",
     "transformer_memory",
     "eager_overhead",
+    "layer_growth",
     "plan_bytes",
 )
 
@@ -300,23 +300,39 @@ def test_both_ways_of_the_quantizer_are_right():
     assert 0 < timings["jax.numpy"].errors["values"] < 0.9
 
 
-def test_resident_memory_sees_what_a_step_allocates(monkeypatch):
-    @dataclasses.dataclass
-    class Step:
-        method: object
-        batch: int
-        width: int
+@pytest.mark.parametrize("held", [1, 3])
+def test_resident_memory_sees_what_a_step_allocates(held):
+    # A step that keeps more than its program says shows.
+    hoard = []
 
-        def compile(self, *, scheduler):
-            return None
+    def make_step():
+        w = jnp.ones((1000, 1000))
+        x = jnp.ones((10_000, 1000))
+        compiled = jax.jit(lambda x: jnp.sin(x @ w) @ w).lower(x).compile()
 
-        def stepper(self, compiled):
-            return lambda: (None, {"loss": np.ones(10_000_000).sum()})
+        def take_step():
+            hoard.extend(np.ones(5_000_000) for _ in range(held - 1))
+            return compiled(x)
 
-    monkeypatch.setattr(peak_rss, "Workload", Step)
-    monkeypatch.setattr(peak_rss.memory, "temp_nbytes", lambda compiled: 0)
-    measured = peak_rss.measure(peak_rss.Options(steps=2))
-    assert 79e6 < measured["resident_added"] < 100e6
+        return compiled, take_step
+
+    measured = peak_rss.peak_rss(make_step)
+    assert measured.planned >= 80e6
+    excess = measured.added - measured.planned
+    assert abs(excess - (held - 1) * 40e6) < 0.15 * measured.planned
+
+
+def test_a_layer_adds_what_the_plan_says(tmp_path):
+    out = tmp_path / "growth.json"
+    small = ["--width", "128", "--heads", "4", "--vocabulary", "64"]
+    sizes = ["--layers", "2", "6", "--batch", "8", "--length", "256"]
+    options = ["--bits", "8", "2", "--scan", "True"]
+    layer_growth.main([*small, *sizes, *options, "--out", str(out)])
+    records = json.loads(out.read_text())["growth"]
+    assert [record["bits"] for record in records] == [8, 2]
+    for record in records:
+        assert 0.9 < record["added_over_planned"] < 1.1
+        assert record["added_nbytes"] < 0.1 * record["plain_nbytes"]
 
 
 def test_plans_keep_few_more_bytes_than_a_minimum_cut(tmp_path):
