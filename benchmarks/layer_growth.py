@@ -1,6 +1,8 @@
 """What one more layer of a GPT-2 adds to the compiled gradient, against the plan.
 
-The plan says how many bytes a layer keeps; the program must not need more.
+The plan says how many bytes a layer keeps; the program must need just these. Of LoRA
+adapters alone: where all weights are trained, XLA lets codes wait in the memory that
+the gradients of a loop's weights will take, and a layer adds a sixth of its plan.
 
 Example:
     python -m benchmarks.layer_growth
@@ -41,6 +43,8 @@ class Options:
     """Sequences."""
     length: int = 256
     """Tokens of a sequence."""
+    lora_rank: int = 8
+    """Rank of the adapters, everything else frozen; 0: all weights are trained."""
     bits: tuple[int, ...] = (8, 4, 2)
     """Base bits."""
     scan: tuple[bool, ...] = (False, True)
@@ -59,6 +63,7 @@ class Options:
             vocabulary=self.vocabulary,
             batch=self.batch,
             length=self.length,
+            lora_rank=self.lora_rank,
             bits=bits,
         ).workload(name, scan)
 
