@@ -49,6 +49,7 @@ bench: $(VENV)/installed
 	  --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
 	$(RUN) -m benchmarks.layer_growth
 	$(RUN) -m benchmarks.plan_bytes
+	$(RUN) -m benchmarks.importance
 	$(RUN) -m benchmarks.eager_overhead
 	$(RUN) -m benchmarks.accuracy --seeds 5
 

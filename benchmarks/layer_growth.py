@@ -31,7 +31,7 @@ Record = dict[str, Any]
 class Options:
     """Options of the command line."""
 
-    layers: tuple[int, int] = (12, 18)
+    layers: tuple[int, int] = (12, 24)
     """Fewer and more blocks; what a layer adds is the difference over their number."""
     width: int = 768
     """Channels of the residual stream."""

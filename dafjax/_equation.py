@@ -104,6 +104,27 @@ class Equation:
         return math.prod(aval.shape[axis] for axis in contracted)
 
     @property
+    def num_products(self) -> int:
+        """How many multiplications a product, or an elementwise operation, makes."""
+        eqn = self.jaxpr.eqns[0]
+        results: Any = [var.aval for var in eqn.outvars]
+        size = sum(aval.size for aval in results)
+        if self.primitive == "dot_general":
+            return size * self.contracted_size
+        if self.primitive != "conv_general_dilated":
+            return size
+        kernel: Any = eqn.invars[1].aval
+        features = kernel.shape[self.params["dimension_numbers"].rhs_spec[0]]
+        # Zeros between the elements of a dilated operand are not multiplied.
+        dilated = math.prod(self.params["lhs_dilation"])
+        return size * kernel.size // features // dilated
+
+    @property
+    def selects(self) -> bool:
+        """Whether its operands only decide which of others are taken."""
+        return self.primitive in ("select_n", "select_rectified")
+
+    @property
     def makes_channels(self) -> bool:
         """Whether the last axis of a product is one of features, made by weights.
 

@@ -83,6 +83,16 @@ _LINEAR_BUT_FIRST = frozenset(["pick_places", "select_rectified", "select_n"])
 
 _PARTING = frozenset(["dynamic_slice", "slice", "split", "unstack"])
 
+_ADDING = frozenset(["add", "add_any", "sub"])
+
+_JOINING = frozenset(["concatenate", "dynamic_update_slice", "gather", "pad"])
+_JOINING |= {"scatter", "scatter-add", "stack"}
+
+_ELEMENT_KEEPING = _PLACING | {
+    *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims"),
+    *("neg", "reduce_precision", "reshape", "rev", "squeeze", "transpose"),
+}
+
 _VALUE_KEEPING = _PLACING | {
     *("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape")
 }
@@ -130,6 +140,21 @@ def linear_operands(primitive: str, num_operands: int) -> range:
 def takes_parts(primitive: str) -> bool:
     """Returns whether the results of an operation are parts of its first operand."""
     return primitive in _PARTING
+
+
+def takes_or_joins_parts(primitive: str) -> bool:
+    """Returns whether a result has some elements of an operand, or others besides."""
+    return primitive in _PARTING or primitive in _JOINING
+
+
+def adds_operands(primitive: str) -> bool:
+    """Returns whether the result is the sum of the operands, or their difference."""
+    return primitive in _ADDING
+
+
+def keeps_elements(primitive: str) -> bool:
+    """Returns whether elements are moved, repeated or negated, and no more."""
+    return primitive in _ELEMENT_KEEPING
 
 
 def keeps_last_axis(primitive: str) -> bool:

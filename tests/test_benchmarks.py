@@ -44,6 +44,7 @@ PROGRAMS = (
     "accuracy",
     "transformer_memory",
     "eager_overhead",
+    "importance",
     "layer_growth",
     "plan_bytes",
 )

@@ -1,0 +1,217 @@
+"""How much the gradient suffers from the rounding of each residual, as it is computed.
+
+The noise of a residual in codes is followed to where the backward pass reads it, and
+from there to the gradient, by what a few scalars tell: the mean squares and variances
+of values that pass by. With them the noise of a product is that of independent factors,
+
+    E |B(n, c)|^2 = E[n^2] E[c^2] M,    for a product B of M multiplications,
+
+which is exact for ActNN's case, a residual that is multiplied with a cotangent to give
+the gradient of a weight (Chen et al. 2021, section 4.2). Two more rules carry it
+through the rest of a model:
+
+- Elementwise operations keep noise in proportion to the signal, sums keep its size. So
+  relative noise changes at sums only, by the ratio of the variances of operand and sum.
+- A relative error of a cotangent makes the same relative error of all that is computed
+  from it. What a cotangent contributes to the gradient, its *influence*, is collected
+  from the gradients upwards: products that give gradients contribute
+  `E[r^2] E[c^2] M`, and a sum passes influence on in proportion to energy.
+
+Statistics (values many times smaller than what they are made of) average the noise of
+many elements, and are left out.
+
+Against the variance measured with one residual at a time in codes (GACT, Liu et al.
+2022), the ranks correlate with 0.92 for a ResNet-18 and 0.85 for a GPT-2
+(`benchmarks/importance.py`).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dafjax._equation import Equation, values_of
+from dafjax._plan import ProgramPlan
+from dafjax._primitives import (
+    adds_operands,
+    is_product,
+    keeps_elements,
+    takes_or_joins_parts,
+)
+
+
+class Moments(NamedTuple):
+    """What is known of the elements of a value.
+
+    Attributes:
+        mean_square: The mean of the squares.
+        variance: The mean of the squares, less the square of the mean.
+    """
+
+    mean_square: Any
+    variance: Any
+
+
+def sample_moments(x: jax.Array) -> Moments:
+    """Returns moments of some thousand elements, evenly spread."""
+    flat = x.reshape(-1)
+    # Odd, so that it is in step with no dimension that is a power of two.
+    stride = max(1, flat.size // _SAMPLES) | 1
+    sample = flat[::stride].astype(jnp.float32)
+    mean_square = jnp.mean(sample * sample)
+    return Moments(mean_square, mean_square - jnp.mean(sample) ** 2)
+
+
+_SAMPLES = 8192
+
+# So many times smaller, a value is a statistic of what it is made of.
+_MANY = 16
+
+# Of rounding at random, evenly spread between neighbours: of the square of a step.
+_NOISE_OF_A_STEP = 1 / 6
+
+
+def values_to_sample(plan: ProgramPlan) -> frozenset[int]:
+    """Returns the values whose moments `importances` asks for."""
+    asked: set[int] = set()
+
+    def note(value: int) -> Moments:
+        asked.add(value)
+        return Moments(1.0, 1.0)
+
+    importances(plan, note)
+    return frozenset(asked)
+
+
+def importances(plan: ProgramPlan, moments: Callable[[int], Moments]) -> dict[int, Any]:
+    """Returns the variance of the gradient that each residual's rounding causes.
+
+    Args:
+        plan: What is kept in codes, and how the rest is recomputed.
+        moments: The moments of a value of the program.
+
+    Returns:
+        For each value in inexact codes a float32 scalar: the variance at 1 bit, for
+        blocks whose squared range is 1 on average. It is proportional to that.
+    """
+    noise = _relative_noise(plan, moments)
+    program = plan.program
+    made = set(program.cotangents).union(*(e.outputs for e in program.backward))
+    gradients = _gradients(plan, made)
+    influence: dict[int, Any] = {}
+    total = dict.fromkeys(_sources(plan), 0.0)
+    for eqn in reversed(program.backward):
+        cotangents = [v for v in eqn.input_values if v in made]
+        others = [v for v in eqn.input_values if v not in made]
+        if is_product(eqn.primitive) and others and eqn.outputs[0] in gradients:
+            of_result = (
+                moments(others[0]).mean_square
+                * moments(cotangents[0]).mean_square
+                * float(eqn.num_products)
+            )
+        else:
+            known = [influence[v] for v in eqn.outputs if v in influence]
+            if not known:
+                continue
+            of_result = sum(known)
+        for value in cotangents:
+            share = _share(eqn, value, cotangents, plan, moments)
+            if share is not None:
+                influence[value] = influence.get(value, 0.0) + of_result * share
+        for value in others:
+            if value in noise and not eqn.selects:
+                mean_square, variance = moments(value)
+                for source, relative in noise[value].items():
+                    part = relative * _ratio(variance, mean_square) * of_result
+                    total[source] = total[source] + part
+    return total
+
+
+def _sources(plan: ProgramPlan) -> list[int]:
+    return [
+        kept.value
+        for kept in plan.kept
+        if kept.codec is not None and not kept.codec.is_exact
+    ]
+
+
+def _relative_noise(
+    plan: ProgramPlan, moments: Callable[[int], Moments]
+) -> dict[int, dict[int, Any]]:
+    """Returns, for what is restored, the noise of each source over its variance."""
+    size = _size_of(plan)
+    noise: dict[int, dict[int, Any]] = {
+        source: {source: _ratio(_NOISE_OF_A_STEP, moments(source).variance)}
+        for source in _sources(plan)
+    }
+    for value in sorted(plan.recomputed):
+        if value in noise:
+            continue
+        eqn = plan.recomputed[value]
+        found: dict[int, Any] = {}
+        for operand in dict.fromkeys(eqn.input_values):
+            if operand not in noise or size(operand) > _MANY * size(value):
+                continue
+            share: Any = 1.0
+            if adds_operands(eqn.primitive) and _is_sum_of_large(eqn, value, size):
+                share = _ratio(moments(operand).variance, moments(value).variance)
+            for source, relative in noise[operand].items():
+                found[source] = found.get(source, 0.0) + relative * share
+        if found:
+            noise[value] = found
+    return noise
+
+
+def _gradients(plan: ProgramPlan, made: set[int]) -> set[int]:
+    """Returns the values that become gradients without being multiplied any more."""
+    gradients = set(values_of(plan.program.gradients))
+    for eqn in reversed(plan.program.backward):
+        moves = keeps_elements(eqn.primitive) or takes_or_joins_parts(eqn.primitive)
+        if (moves or adds_operands(eqn.primitive)) and eqn.outputs[0] in gradients:
+            gradients.update(v for v in eqn.input_values if v in made)
+    return gradients
+
+
+def _share(
+    eqn: Equation,
+    value: int,
+    cotangents: list[int],
+    plan: ProgramPlan,
+    moments: Callable[[int], Moments],
+) -> Any:
+    """Returns what share of a result's influence a cotangent has; none: `None`."""
+    size = _size_of(plan)
+    result = eqn.outputs[0]
+    if not is_product(eqn.primitive) and size(value) > _MANY * size(result):
+        return None
+    if size(result) > _MANY * size(value):
+        return None
+    sums = adds_operands(eqn.primitive) and len(cotangents) > 1
+    if not sums and not takes_or_joins_parts(eqn.primitive):
+        return 1.0
+    energy = moments(value).mean_square * float(size(value))
+    return _ratio(energy, moments(result).mean_square * float(size(result)))
+
+
+def _is_sum_of_large(eqn: Equation, value: int, size: Callable[[int], int]) -> bool:
+    values = eqn.input_values
+    return len(values) > 1 and all(size(v) * _MANY >= size(value) for v in values)
+
+
+def _size_of(plan: ProgramPlan) -> Callable[[int], int]:
+    return lambda value: math.prod(plan.program.avals[value].shape)
+
+
+def _ratio(numerator: Any, denominator: Any) -> Any:
+    """Returns a quotient; 0 where both are 0."""
+    return numerator / (denominator + _TINY)
+
+
+_TINY = 1e-30
+
+
+def as_vector(plan: ProgramPlan, found: Mapping[int, Any]) -> jax.Array:
+    """Returns importances as float32 `[n]`, in the order of `plan.kept`."""
+    return jnp.stack([jnp.asarray(found[v], jnp.float32) for v in _sources(plan)])

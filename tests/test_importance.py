@@ -1,0 +1,66 @@
+"""Importance ranks residuals as the variance of the gradient does."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import importance
+from benchmarks.importance import Gradient
+from dafjax._importance import sample_moments
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("model", ["resnet18", "gpt2"])
+def test_ranks_are_those_of_the_measured_variance(model, tmp_path):
+    out = tmp_path / "importance.json"
+    small = ["--resnet-width", "8", "--resnet-batch", "16", "--gpt2-width", "64"]
+    importance.main(["--models", model, *small, "--seeds", "2", "--out", str(out)])
+    record = json.loads(out.read_text())["models"][model]
+    assert len(record["sites"]) >= 16
+    assert record["rank_correlation"] > 0.8
+
+
+def test_of_a_product_with_independent_factors_the_variance_is_exact():
+    """ActNN's case: the gradient of the weights is linear in the residual."""
+
+    def loss(w, x, target):
+        return jnp.sum(jnp.sin(x @ w["in"]) @ w["out"] * target)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    w = {
+        "in": jax.random.normal(keys[0], (128, 256)) / 11,
+        "out": jax.random.normal(keys[1], (256, 64)),
+    }
+    x = jax.random.normal(keys[2], (512, 128))
+    target = jax.random.normal(keys[3], (512, 64))
+    gradient = Gradient.of(loss, w, x, target)
+    (site,) = gradient.sites
+    estimated = gradient.estimated_variances()[site.value]
+    measured = gradient.measured_variance(site, seeds=4)
+    # Values are not spread evenly in their blocks: there is more noise in the middle.
+    assert 0.3 * measured < estimated < 1.2 * measured
+
+
+def test_moments_of_a_sample_are_those_of_the_whole():
+    x = 3 + 2 * np.random.default_rng(0).standard_normal((256, 1024), np.float32)
+    mean_square, variance = sample_moments(jnp.asarray(x))
+    np.testing.assert_allclose(mean_square, np.mean(x**2), rtol=0.05)
+    np.testing.assert_allclose(variance, np.var(x), rtol=0.05)
+
+
+def test_samples_are_of_all_channels():
+    # One channel in 64 is large: a stride of a power of two would see it always.
+    x = jnp.zeros((4096, 64)).at[:, 0].set(8.0)
+    assert float(sample_moments(x).mean_square) == pytest.approx(1.0, rel=0.1)
+
+
+def test_of_small_arrays_all_elements_count():
+    assert float(sample_moments(jnp.arange(3.0)).mean_square) == pytest.approx(5 / 3)
