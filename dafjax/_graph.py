@@ -98,6 +98,27 @@ class Equation:
         )
 
     @property
+    def key(self) -> Any:
+        """What equations that compute the same have in common, hashable.
+
+        `None` where that cannot be told, and of those that do more than compute.
+        """
+        (eqn,) = self.jaxpr.eqns
+        atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
+        operands = tuple(
+            # 0.0 and -0.0 are equal, but not in print.
+            (a.aval, repr(a.val)) if isinstance(a, jex_core.Literal) else atoms[a]
+            for a in eqn.invars
+        )
+        types = tuple(var.aval for var in eqn.outvars)
+        key = (eqn.primitive, tuple(sorted(eqn.params.items())), operands, types)
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return None if eqn.effects else key
+
+    @property
     def input_values(self) -> tuple[int, ...]:
         """The inputs that are values, not constants."""
         return values_of(self.inputs)
