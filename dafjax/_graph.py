@@ -105,11 +105,14 @@ class Equation:
         """
         (eqn,) = self.jaxpr.eqns
         atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
-        operands = tuple(
-            # 0.0 and -0.0 are equal, but not in print.
-            (a.aval, repr(a.val)) if isinstance(a, jex_core.Literal) else atoms[a]
-            for a in eqn.invars
-        )
+
+        def operand(atom: Any) -> Any:
+            if not isinstance(atom, jex_core.Literal):
+                return atoms[atom]
+            # 0.0 and -0.0 are equal, but not in print. Arrays are not printed in full.
+            return atom.aval, id(atom.val) if atom.aval.shape else repr(atom.val)
+
+        operands = tuple(map(operand, eqn.invars))
         types = tuple(var.aval for var in eqn.outvars)
         key = (eqn.primitive, tuple(sorted(eqn.params.items())), operands, types)
         try:

@@ -17,9 +17,48 @@ from tests import networks
 # Wraps a function of the user: `remat_compress`, `jax.checkpoint`, or nothing.
 Wrap: TypeAlias = Callable[..., Callable[..., Any]]
 
-# An activation of the large example has 1 MiB, a layer's weights 64 KiB.
-DEPTH, WIDTH, ROWS = 6, 128, 2048
-SMALL_ROWS = 64
+WIDTH = 128
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How large an example is."""
+
+    depth: int
+    rows: int
+
+
+# For values.
+SMALL = Size(depth=3, rows=64)
+# For memory: an activation has 1 MiB, the weights of a layer 64 KiB.
+LARGE = Size(depth=10, rows=2048)
+
+
+def example(size: Size, dtype: Any = jnp.float32) -> tuple[Any, jax.Array]:
+    """Returns weights of dense layers and `[rows, WIDTH]` inputs."""
+    key = jax.random.key(0)
+    p = networks.mlp_params(key, (WIDTH,) * (size.depth + 1))
+    x = jax.random.normal(jax.random.fold_in(key, size.depth), (size.rows, WIDTH))
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), (p, x))
+
+
+def inputs_alone(size: Size) -> Any:
+    return example(size)[1:]
+
+
+def with_key(size: Size) -> Any:
+    return *example(size), jax.random.key(1)
+
+
+def with_ids(size: Size) -> Any:
+    p, x = example(size)
+    return p, x[:16], jnp.arange(size.rows) % 16
+
+
+def of_complex(size: Size) -> Any:
+    turn = lambda leaf: jax.lax.complex(leaf, leaf[::-1]) / 2**0.5
+    return jax.tree.map(turn, example(size))
 
 
 @final
@@ -29,47 +68,24 @@ class Composition:
 
     Attributes:
         program: From what wraps a function, what the user calls in every step. It
-            returns a gradient.
+            returns a gradient, and what else is asked for.
         temp: At 2 bits, the most temporary bytes over those with nothing wrapped.
-        raw: Where `temp` is `None`: why memory is not asked for.
-        error: At 8 bits, the least and the most relative error of the result.
+            `None` for what is not compiled as one program.
+        arguments: The program's arguments.
+        error: At 8 bits, the least and the most relative error of what it returns.
         traces: How often the Python body of the wrapped function runs in two calls.
-        arguments: The program's arguments, from the number of rows.
         settings: A context to trace and to run it in.
     """
 
     program: Callable[[Wrap], Callable[..., Any]]
-    temp: float | None = None
-    raw: str = ""
-    error: tuple[float, float] = (1e-5, 0.02)
+    _: dataclasses.KW_ONLY
+    temp: float | None
+    arguments: Callable[[Size], Any] = example
+    error: tuple[float, float] = (1e-5, 0.03)
     traces: int = 1
-    arguments: Callable[[int], Any] = lambda rows: example(rows)
     settings: Callable[[], contextlib.AbstractContextManager[Any]] = (
         contextlib.nullcontext
     )
-
-
-def example(rows: int, dtype: Any = jnp.float32) -> tuple[Any, jax.Array]:
-    """Weights of `DEPTH` layers and `[rows, WIDTH]` inputs."""
-    key = jax.random.key(0)
-    p = networks.mlp_params(key, (WIDTH,) * (DEPTH + 1))
-    x = jax.random.normal(jax.random.fold_in(key, DEPTH), (rows, WIDTH))
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), (p, x))
-
-
-def with_key(rows: int) -> Any:
-    return *example(rows), jax.random.key(1)
-
-
-def with_ids(rows: int) -> Any:
-    p, x = example(rows)
-    return p, x[:16], jnp.arange(rows) % 16
-
-
-def complex_example(rows: int) -> Any:
-    p, x = example(rows)
-    turned = jax.tree.map(lambda leaf: jax.lax.complex(leaf, leaf[::-1]) / 2**0.5, p)
-    return turned, jax.lax.complex(x, x[::-1])
 
 
 def layer(p: Any, x: jax.Array) -> jax.Array:
@@ -110,12 +126,6 @@ def of_cond(f: Any) -> Any:
     )
 
 
-def of_switch(f: Any) -> Any:
-    return lambda p, x: jax.lax.switch(
-        jnp.int32(jnp.sum(x) < 1e9), [lambda p, x: jnp.sum(x), f, f], p, x
-    )
-
-
 def of_while(f: Any) -> Any:
     """Scales by a power of two that a loop of unknown length finds."""
 
@@ -129,16 +139,6 @@ def of_while(f: Any) -> Any:
         return f(p, x * scale)
 
     return scaled
-
-
-LOSSES = {
-    "vmap": of_vmap,
-    "micro-batches": of_micro_batches,
-    "cond": of_cond,
-    "switch": of_switch,
-    "while": of_while,
-    "jit": jax.jit,
-}
 
 
 def inside(compose: Any) -> Callable[[Wrap], Any]:
@@ -159,7 +159,7 @@ def scan_loss(p: Any, x: jax.Array, block: Any = layer) -> jax.Array:
 
 
 def fori_loss(p: Any, x: jax.Array, block: Any = layer) -> jax.Array:
-    x = jax.lax.fori_loop(0, DEPTH, lambda _, x: block(p[0], x), x)
+    x = jax.lax.fori_loop(0, len(p), lambda _, x: block(p[0], x), x)
     return jnp.mean(jnp.square(x))
 
 
@@ -206,7 +206,7 @@ def value_too(wrap: Wrap) -> Any:
 def has_aux(wrap: Wrap) -> Any:
     def with_aux(p: Any, x: jax.Array) -> Any:
         y = run_layers(p, x)
-        return jnp.mean(jnp.square(y)), {"mean": y.mean(0)}
+        return jnp.mean(jnp.square(y)), {"mean": y.mean(0), "rows": len(x)}
 
     return jax.jit(jax.value_and_grad(wrap(with_aux), has_aux=True))
 
@@ -237,11 +237,12 @@ def per_model_and_example(wrap: Wrap) -> Any:
 
 def of_some_leaves(wrap: Wrap) -> Any:
     """`vmap` over the biases alone."""
-    gradients = jax.vmap(jax.grad(wrap(loss)), ({"w": None, "b": 0}, None))
+    gradient = jax.grad(wrap(loss))
 
     def run(p: Any, x: jax.Array) -> Any:
         doubled = [{**one, "b": jnp.stack([one["b"], one["b"] + 1])} for one in p]
-        return gradients(doubled, x)
+        axes = [{"w": None, "b": 0} for _ in p]
+        return jax.vmap(gradient, (axes, None))(doubled, x)
 
     return jax.jit(run)
 
@@ -309,7 +310,7 @@ def closure_over_traced_eager(wrap: Wrap) -> Any:
 
 
 def closure_over_arrays(wrap: Wrap) -> Any:
-    p, _ = example(1)
+    p, _ = example(LARGE)
     return jax.jit(jax.grad(wrap(lambda x: loss(p, x))))
 
 
@@ -360,56 +361,90 @@ def half_precision(wrap: Wrap) -> Any:
 
 def exported(wrap: Wrap) -> Any:
     gradient = jax.jit(jax.grad(wrap(loss)))
-    allowed = [
-        export.DisabledSafetyCheck.custom_call(name) for name in dafjax.custom_calls()
-    ]
+    return jax.jit(lambda p, x: export_allowed(gradient)(p, x).call(p, x))
 
-    def run(*arguments: Any) -> Any:
-        return export.export(gradient, disabled_checks=allowed)(*arguments).call(
-            *arguments
-        )
 
-    return jax.jit(run)
+def export_allowed(function: Any) -> Callable[..., export.Exported]:
+    """Returns `jax.export` of a function that may contain dafjax's custom calls."""
+    names = dafjax.custom_calls()
+    allowed = [export.DisabledSafetyCheck.custom_call(name) for name in names]
+    return export.export(function, disabled_checks=allowed)
+
+
+def x64() -> contextlib.AbstractContextManager[Any]:
+    return jax.enable_x64(True)
 
 
 COMPOSITIONS = {
-    "eager": Composition(eager),
-    "jit": Composition(compiled),
-    "of all arguments": Composition(of_both),
-    "value_and_grad": Composition(value_too),
-    "has_aux": Composition(has_aux),
-    "vmap over examples": Composition(per_example),
-    "vmap over models": Composition(per_model),
-    "vmap over both": Composition(per_model_and_example),
-    "vmap over some leaves": Composition(of_some_leaves),
-    "vmap of vmap": Composition(vmap_twice),
-    **{f"inside {name}": Composition(inside(f)) for name, f in LOSSES.items()},
-    **{f"outside {name}": Composition(outside(f)) for name, f in LOSSES.items()},
-    "blocks": Composition(of_blocks(blocks_loss)),
-    "blocks in scan": Composition(of_blocks(scan_loss)),
-    "blocks in fori_loop": Composition(of_blocks(fori_loss)),
-    "outside scan": Composition(of_loop(scan_loss)),
-    "outside fori_loop": Composition(of_loop(fori_loss)),
-    "nested": Composition(nested),
-    "inside jax.checkpoint": Composition(inside(jax.checkpoint)),
-    "outside jax.checkpoint": Composition(outside(jax.checkpoint)),
-    "outside jax.checkpoint of blocks": Composition(of_loop(functools.partial(blocks_loss, block=jax.checkpoint(layer)))),
-    "accumulated gradients": Composition(accumulate),
-    "donated": Composition(donated),
-    "vjp twice": Composition(vjp_twice),
-    "vjp twice eager": Composition(vjp_twice_eager),
-    "jacrev": Composition(jacrev),
-    "closure over a traced value": Composition(closure_over_traced),
-    "closure over a traced value, eager": Composition(closure_over_traced_eager),
-    "closure over arrays": Composition(closure_over_arrays, arguments=lambda rows: example(rows)[1:]),
-    "static arguments": Composition(static_arguments),
-    "random keys": Composition(dropout, arguments=with_key),
-    "float0": Composition(integers, arguments=with_ids),
-    "complex": Composition(complex_numbers, arguments=complex_example),
-    "complex in part": Composition(spectrum),
-    "float32 in x64": Composition(compiled, settings=lambda: jax.enable_x64(True)),
-    "float64": Composition(compiled, settings=lambda: jax.enable_x64(True), arguments=lambda rows: example(rows, jnp.float64)),
-    "bfloat16": Composition(half_precision, arguments=functools.partial(example, dtype=jnp.bfloat16)),
-    "float16": Composition(half_precision, arguments=functools.partial(example, dtype=jnp.float16)),
-    "exported": Composition(exported),
+    "jit": Composition(compiled, temp=0.39),
+    "eager": Composition(eager, temp=None),
+    "all arguments": Composition(of_both, temp=0.35),
+    "value_and_grad": Composition(value_too, temp=0.39),
+    "has_aux": Composition(has_aux, temp=0.44),
+    "vmap over examples": Composition(per_example, temp=0.29),
+    "vmap over models": Composition(per_model, temp=0.37),
+    "vmap over both": Composition(per_model_and_example, temp=0.4),
+    "vmap over some leaves": Composition(of_some_leaves, temp=0.35),
+    "vmap of vmap": Composition(vmap_twice, temp=0.29),
+    "in vmap": Composition(inside(of_vmap), temp=0.37),
+    "of vmap": Composition(outside(of_vmap), temp=0.37),
+    "in micro-batches": Composition(inside(of_micro_batches), temp=0.13),
+    "of micro-batches": Composition(outside(of_micro_batches), temp=0.12),
+    "accumulated gradients": Composition(accumulate, temp=0.43),
+    "in cond": Composition(inside(of_cond), temp=0.24),
+    "of cond": Composition(outside(of_cond), temp=0.24),
+    "in while": Composition(inside(of_while), temp=0.42),
+    "of while": Composition(outside(of_while), temp=0.37),
+    "in jit": Composition(inside(jax.jit), temp=0.39),
+    "of jit": Composition(outside(jax.jit), temp=0.39),
+    "in jax.checkpoint": Composition(inside(jax.checkpoint), temp=0.39),
+    "of jax.checkpoint": Composition(outside(jax.checkpoint), temp=0.39),
+    "blocks": Composition(of_blocks(blocks_loss), temp=0.28),
+    "in scan": Composition(of_blocks(scan_loss), temp=0.23),
+    "of scan": Composition(of_loop(scan_loss), temp=0.24),
+    "in fori_loop": Composition(of_blocks(fori_loss), temp=0.2),
+    "of fori_loop": Composition(of_loop(fori_loss), temp=0.2),
+    "nested": Composition(nested, temp=0.39, traces=2),
+    "of blocks in jax.checkpoint": Composition(
+        of_loop(functools.partial(blocks_loss, block=jax.checkpoint(layer))), temp=0.39
+    ),
+    "donated": Composition(donated, temp=0.4),
+    "vjp twice": Composition(vjp_twice, temp=0.55),
+    "vjp twice, eager": Composition(vjp_twice_eager, temp=None),
+    "jacrev": Composition(jacrev, temp=0.58),
+    "closure over a traced value": Composition(closure_over_traced, temp=0.39),
+    # A new function in every call.
+    "closure over a traced value, eager": Composition(
+        closure_over_traced_eager, temp=None, traces=2
+    ),
+    "closure over arrays": Composition(
+        closure_over_arrays, temp=0.58, arguments=inputs_alone
+    ),
+    "static arguments": Composition(static_arguments, temp=0.39),
+    "random keys": Composition(dropout, temp=0.26, arguments=with_key),
+    "float0": Composition(integers, temp=0.37, arguments=with_ids),
+    # Complex numbers and float64 are kept as they are.
+    "complex": Composition(
+        complex_numbers, temp=1.01, arguments=of_complex, error=(0, 1e-5)
+    ),
+    "float64": Composition(
+        compiled,
+        temp=1.01,
+        arguments=functools.partial(example, dtype=jnp.float64),
+        error=(0, 1e-14),
+        settings=x64,
+    ),
+    "complex in part": Composition(spectrum, temp=0.31),
+    "float32 in x64": Composition(compiled, temp=0.39, settings=x64),
+    "bfloat16": Composition(
+        half_precision,
+        temp=0.42,
+        arguments=functools.partial(example, dtype=jnp.bfloat16),
+    ),
+    "float16": Composition(
+        half_precision,
+        temp=0.4,
+        arguments=functools.partial(example, dtype=jnp.float16),
+    ),
+    "jax.export": Composition(exported, temp=0.39),
 }
