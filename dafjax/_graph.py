@@ -109,8 +109,9 @@ class Equation:
         def operand(atom: Any) -> Any:
             if not isinstance(atom, jex_core.Literal):
                 return atoms[atom]
+            aval: Any = atom.aval
             # 0.0 and -0.0 are equal, but not in print. Arrays are not printed in full.
-            return atom.aval, id(atom.val) if atom.aval.shape else repr(atom.val)
+            return aval, id(atom.val) if aval.shape else repr(atom.val)
 
         operands = tuple(map(operand, eqn.invars))
         types = tuple(var.aval for var in eqn.outvars)
