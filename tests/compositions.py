@@ -159,8 +159,12 @@ def scan_loss(p: Any, x: jax.Array, block: Any = layer) -> jax.Array:
 
 
 def fori_loss(p: Any, x: jax.Array, block: Any = layer) -> jax.Array:
-    x = jax.lax.fori_loop(0, len(p), lambda _, x: block(p[0], x), x)
-    return jnp.mean(jnp.square(x))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *p)
+
+    def step(n: jax.Array, x: jax.Array) -> jax.Array:
+        return block(jax.tree.map(lambda leaf: leaf[n], stacked), x)
+
+    return jnp.mean(jnp.square(jax.lax.fori_loop(0, len(p), step, x)))
 
 
 def blocks_loss(p: Any, x: jax.Array, block: Any = layer) -> jax.Array:
@@ -402,8 +406,8 @@ COMPOSITIONS = {
     "blocks": Composition(of_blocks(blocks_loss), temp=0.28),
     "in scan": Composition(of_blocks(scan_loss), temp=0.23),
     "of scan": Composition(of_loop(scan_loss), temp=0.24),
-    "in fori_loop": Composition(of_blocks(fori_loss), temp=0.2),
-    "of fori_loop": Composition(of_loop(fori_loss), temp=0.2),
+    "in fori_loop": Composition(of_blocks(fori_loss), temp=0.23),
+    "of fori_loop": Composition(of_loop(fori_loss), temp=0.24),
     "nested": Composition(nested, temp=0.39, traces=2),
     "of blocks in jax.checkpoint": Composition(
         of_loop(functools.partial(blocks_loss, block=jax.checkpoint(layer))), temp=0.39
