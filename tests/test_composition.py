@@ -1,7 +1,7 @@
 """The ways in which JAX users compose functions: value, memory, number of traces.
 
-`compositions.py` lists them; below that is what is special to one of them. What
-`test_remat_compress.py` and `test_bodies.py` have already is not repeated here.
+`compositions.py` lists them; what is special to one of them has a test of its own here,
+in `test_remat_compress.py` or in `test_bodies.py`.
 """
 
 import functools
