@@ -72,6 +72,31 @@ class Equation:
         )
 
     @property
+    def key(self) -> Any:
+        """What equations that compute the same have in common, hashable.
+
+        `None` where that cannot be told, and of those that do more than compute.
+        """
+        (eqn,) = self.jaxpr.eqns
+        atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
+
+        def operand(atom: Any) -> Any:
+            if not isinstance(atom, jex_core.Literal):
+                return atoms[atom]
+            aval: Any = atom.aval
+            # 0.0 and -0.0 are equal, but not in print. Arrays are not printed in full.
+            return aval, id(atom.val) if aval.shape else repr(atom.val)
+
+        operands = tuple(map(operand, eqn.invars))
+        types = tuple(var.aval for var in eqn.outvars)
+        key = (eqn.primitive, tuple(sorted(eqn.params.items())), operands, types)
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return None if eqn.effects else key
+
+    @property
     def input_values(self) -> tuple[int, ...]:
         """The inputs that are values, not constants."""
         return values_of(self.inputs)

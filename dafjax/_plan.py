@@ -211,6 +211,17 @@ def _is_inexact(decision: Decision) -> bool:
     )
 
 
+def _only_pads(decision: Decision, residual: Residual) -> bool:
+    """Returns whether a code of a value, of however few bits, is no smaller than it.
+
+    Such a value is exact: nothing is gained by recomputing others from it.
+    """
+    if decision != Compress() or not residual.is_floating:
+        return False
+    like = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
+    return Affine(bits=1).packed_nbytes(like) >= residual.nbytes
+
+
 def _find_names(program: Program) -> dict[int, tuple[str, ...]]:
     """Returns the names of every value: tags first, then its place in the model."""
     names: dict[int, tuple[str, ...]] = dict.fromkeys(range(len(program.avals)), ())
@@ -266,7 +277,12 @@ def _decide(
         is_off = _is_inexact(decision) or (
             isinstance(decision, Recompute) and residual.sources > 0
         )
-        must_be_saved = value in packed or has_effect or (value in exact and is_off)
+        must_be_saved = (
+            value in packed
+            or has_effect
+            or (value in exact and is_off)
+            or _only_pads(decision, residual)
+        )
         if must_be_saved and not residual.known:
             decision = Save()
         if not isinstance(decision, (Save, Compress, Recompute)):

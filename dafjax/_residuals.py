@@ -117,9 +117,15 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
         cotangents.append(len(avals))
         avals.append(second.avals[value])
 
+    made = {key: eqn.outputs for eqn in forward if (key := eqn.key) is not None}
     depends = set(cotangents)
     for eqn in live_equations(second.equations, second.outputs):
         inputs = renumber(eqn.inputs, numbers)
+        again = dataclasses.replace(eqn, inputs=inputs)
+        # What `jax.checkpoint` inside would compute again is there already.
+        if again.key in made:
+            numbers.update(zip(eqn.outputs, made[again.key], strict=True))
+            continue
         outputs = []
         for value in eqn.outputs:
             numbers[value] = len(avals)

@@ -62,3 +62,17 @@ def test_an_equation_knows_its_place_in_the_model():
     (eqn,) = flatten(jax.make_jaxpr(f)(1.0)).equations
     assert "head" in eqn.name_stack
     assert "test_graph.py" in eqn.source
+
+
+def test_equal_operations_on_equal_values_have_equal_keys():
+    def f(x, y):
+        jax.debug.print("{}", x)
+        jax.debug.print("{}", x)
+        return [x + y, x + y, y + x, x * 0.0, x * -0.0, jnp.sum(x), jnp.sum(x)]
+
+    graph = flatten(jax.make_jaxpr(f)(jnp.ones(3), jnp.ones(3)))
+    effects = [eqn.key for eqn in graph.equations if eqn.has_effect]
+    assert effects == [None, None]
+    keys = [eqn.key for eqn in graph.equations if not eqn.has_effect]
+    assert None not in keys
+    assert [keys.index(key) for key in keys] == [0, 0, 2, 3, 4, 5, 5]

@@ -238,3 +238,18 @@ def test_no_code_becomes_a_pole(f, key):
 
     got = jax.grad(dafjax.remat_compress(loss))(w)
     assert relative_error(got, jax.grad(loss)(w)) < 3
+
+
+def test_a_scalar_whose_code_would_be_larger_is_exact(key):
+    """Nothing is recomputed from it as if it were the source of all codes."""
+    w = jax.random.normal(key, (64, 64))
+
+    def f(w):
+        scale = jax.lax.while_loop(lambda s: s > 1, lambda s: s / 2, jnp.max(w))
+        return jnp.sum(jnp.sin(jnp.sin(jax.lax.stop_gradient(scale) * w @ w) @ w))
+
+    policy = CompressExpensive(min_nbytes=0)
+    kept = dafjax.saved_residuals(dafjax.remat_compress(f, policy=policy), w).kept
+    codecs = {item.primitive: item.codec for item in kept}
+    assert codecs["while"] is None
+    assert codecs["dot_general"] is not None

@@ -62,3 +62,18 @@ def test_values_are_numbered_in_the_order_in_which_they_are_made(key):
     )
     for eqn in (*prog.forward, *prog.backward):
         assert max(eqn.input_values, default=-1) < min(eqn.outputs)
+
+
+def test_what_is_rematerialized_inside_is_computed_once(key):
+    p, x = networks.conv_example(key)
+    leaves, structure = jax.tree.flatten((p, x))
+
+    def primitives(wrap_block):
+        def f(*leaves):
+            p, x = jax.tree.unflatten(structure, leaves)
+            return networks.conv_loss(p, x, wrap_block=wrap_block)
+
+        prog = program(f, *leaves, perturbed=[True] * len(leaves))
+        return [eqn.primitive for eqn in prog.forward]
+
+    assert primitives(jax.checkpoint).count("conv_general_dilated") == len(p)

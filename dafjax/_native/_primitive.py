@@ -11,7 +11,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from dafjax._native import _library
-from dafjax._native._sharding import DivisionRule, allow_division, divide, is_divided
+from dafjax._native._sharding import (
+    DivisionRule,
+    allow_division,
+    check_not_exported,
+    divide,
+    is_divided,
+)
 from dafjax._typing import Array, Static
 
 
@@ -56,6 +62,7 @@ def make_primitive(
     ) -> Sequence[Any]:
         _library.register()
         if is_divided(context):
+            check_not_exported(context)
             divided = divide(
                 functools.partial(bind, **params), division(*context.avals_in)
             )

@@ -78,6 +78,23 @@ def is_divided(context: mlir.LoweringRuleContext) -> bool:
     return getattr(axes, "num_devices", None) != 1
 
 
+def check_not_exported(context: mlir.LoweringRuleContext) -> None:
+    """Raises if a lowering, for several devices, is for a program that is exported.
+
+    Raises:
+        NotImplementedError: It is. The rule of a division is a Python function that
+            XLA calls, so that the program could not leave this process.
+    """
+    if context.module_context.lowering_parameters.for_export:
+        raise NotImplementedError(
+            "`jax.export` of a gradient that dafjax compresses, for several devices: "
+            "how its custom calls are divided is known to this process alone. Export "
+            "what each device runs, with `jax.shard_map` over all axes of the mesh in "
+            "the function that is exported; or export it for one device; or pass "
+            "`bits=None` to `dafjax.remat_compress`."
+        )
+
+
 def allow_division(primitive: Primitive) -> None:
     """Makes JAX tell the lowering of a primitive which devices it is for."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
