@@ -166,6 +166,17 @@ struct Packed {
     return codes == other.codes && scale == other.scale && minimum == other.minimum;
   }
 
+  PiecesOfCodes<uint8_t> Pieces() {
+    return {reinterpret_cast<uint8_t*>(codes.data()),
+            reinterpret_cast<uint8_t*>(scale.data()),
+            reinterpret_cast<uint8_t*>(minimum.data())};
+  }
+  PiecesOfCodes<const uint8_t> Pieces() const {
+    return {reinterpret_cast<const uint8_t*>(codes.data()),
+            reinterpret_cast<const uint8_t*>(scale.data()),
+            reinterpret_cast<const uint8_t*>(minimum.data())};
+  }
+
   std::vector<uint16_t> codes, scale, minimum;
 };
 
@@ -180,8 +191,7 @@ Packed Pack(const Kernels& kernels, const AffineShape& shape, const Rounding& ro
   Packed packed(shape);
   const TestThreads threads(num_threads);
   PackAffine(kernels, shape, rounding, x,
-             {packed.codes.data(), packed.scale.data(), packed.minimum.data()},
-             threads.helpers());
+             Contiguous(shape, shape.bits, packed.Pieces()), threads.helpers());
   return packed;
 }
 
@@ -191,8 +201,8 @@ std::vector<uint8_t> Unpack(const Kernels& kernels, const AffineShape& shape,
                          ElementNbytes(shape.type));
   const TestThreads threads(num_threads);
   UnpackAffine(kernels, shape,
-               {packed.codes.data(), packed.scale.data(), packed.minimum.data()},
-               y.data(), threads.helpers());
+               Contiguous(shape, shape.bits, packed.Pieces()), y.data(),
+               threads.helpers());
   return y;
 }
 
