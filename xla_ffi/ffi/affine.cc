@@ -67,13 +67,8 @@ ffi::Error PackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer x,
   const ffi::ErrorOr<AffineShape> shape =
       CheckAffine(call, "x", x, *codes, *scale, *minimum, bits, block_size, columns);
   if (shape.has_error()) return shape.error();
-  if (stochastic != 0 && stochastic != 1) {
-    return InvalidArgument(
-        call, "stochastic (" + std::to_string(stochastic) + ") must be 0 or 1.");
-  }
-  if (seed.element_type() != ffi::DataType::U32 || seed.dimensions().size() != 0) {
-    return InvalidArgument(call, "seed must be a uint32 scalar, but its dimensions are " +
-                                     DimensionsToString(seed.dimensions()) + ".");
+  if (ffi::Error error = CheckRounding(call, stochastic, seed); error.failure()) {
+    return error;
   }
 
   const PiecesOfCodes<uint8_t> packed = {static_cast<uint8_t*>(codes->untyped_data()),
