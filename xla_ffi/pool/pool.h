@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "pool/execution.h"
 #include "pool/growth.h"
 #include "pool/handle.h"
 #include "pool/memory.h"
@@ -15,15 +16,6 @@
 #include "pool/tables.h"
 
 namespace dafjax::pool {
-
-// One run of a compiled program on a device.
-struct Execution {
-  int64_t run_id = 0;
-  int32_t device = 0;
-};
-
-// What identifies a residual over executions: bits and importance are kept by site.
-using SiteId = uint64_t;
 
 struct PutRequest {
   int64_t num_tiles = 0;
@@ -135,8 +127,14 @@ class Pool {
 
  private:
   State& state() const;
+  Memory* memory() const;
+  template <typename Function>
+  auto Locked(Function function) const;
+  template <typename Function>
+  Status Guarded(Function function) const noexcept;
 
   const Options options_;
+  mutable SystemMemory system_;
   // What was set last; in the child after fork() it is what the new state starts with.
   std::atomic<int64_t> budget_;
   mutable std::atomic<State*> state_;

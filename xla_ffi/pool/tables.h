@@ -7,8 +7,8 @@
 
 namespace dafjax::pool {
 
-// A page holds a stretch of one plane, or of the metadata, of one entry. It is aligned
-// to 4 KiB. The last page of a stream may be shorter in memory (whole 4 KiB slots); what
+// A page holds a stretch of one plane, or of the metadata, of one entry. It is aligned to
+// 1 KiB. The last page of a stream may be shorter in memory (whole slots of 1 KiB); what
 // lies behind a stream's end is not to be touched.
 inline constexpr int kLog2PageNbytes = 16;
 inline constexpr int64_t kPageNbytes = int64_t{1} << kLog2PageNbytes;
