@@ -41,6 +41,8 @@ py::dict Handlers() {
   handlers["dafjax_unpack_affine"] = capsule(dafjax_unpack_affine);
   handlers["dafjax_pack_bitmask"] = capsule(dafjax_pack_bitmask);
   handlers["dafjax_unpack_bitmask"] = capsule(dafjax_unpack_bitmask);
+  handlers["dafjax_pool_put"] = capsule(dafjax_pool_put);
+  handlers["dafjax_pool_get"] = capsule(dafjax_pool_get);
   handlers["dafjax_tie"] = capsule(dafjax_tie);
   return handlers;
 }
