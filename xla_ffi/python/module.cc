@@ -23,6 +23,7 @@
 #include "format/columns.h"
 #include "format/float_type.h"
 #include "format/packed.h"
+#include "python/pool.h"
 
 namespace dafjax {
 namespace {
@@ -286,6 +287,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("read_bandwidth_pass", &ReadBandwidthPass, py::arg("array").noconvert(),
         py::arg("num_threads") = 1,
         "Sums a float32 array: as fast as memory can be read.");
+  AddPool(m);
 }
 
 }  // namespace
