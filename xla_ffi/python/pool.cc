@@ -275,6 +275,7 @@ py::dict StatsOf(const Pool& self) {
   dict["bytes_live"] = stats.bytes_live;
   dict["pages_used"] = stats.pages_used;
   dict["pages_free"] = stats.pages_free;
+  dict["page_nbytes"] = pool::kPageNbytes;
   dict["growths"] = stats.growths;
   dict["evictions"] = stats.evictions;
   dict["reclaims"] = stats.reclaims;
@@ -298,7 +299,6 @@ std::optional<std::string> Violation(const Pool& self) {
 
 void AddPool(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
-  m.attr("PAGE_NBYTES") = pool::kPageNbytes;
   m.def(
       "pool_hash", [](const std::string& name) { return pool::HashOfName(name); },
       py::arg("name"), "What custom calls carry in place of a pool's name.");
