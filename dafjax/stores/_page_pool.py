@@ -1,17 +1,22 @@
 """A pool of pages as a store: control, limits and statistics."""
 
+import fnmatch
 import itertools
 import types
 from typing import Any, Self, final
 
-from dafjax._native import make_pool
+from dafjax._native import make_pool, pool_hash
 from dafjax._nbytes import parse_nbytes, readable
+from dafjax._typing import ArrayTree
+from dafjax.codecs import AbstractCodec, Affine
+from dafjax.stores._abstract import AbstractStore
 from dafjax.stores._growth import AdaptiveGrowth, Growth
 from dafjax.stores._pool_stats import UNLIMITED, PoolStats, pool_stats
+from dafjax.stores._pooled_affine import PooledAffine
 
 
 @final
-class PagePool:
+class PagePool(AbstractStore):
     """Keeps packed residuals in pages of 64 KiB, within a budget set at run time.
 
     Bits are run-time data: neither a new budget nor other bits compile anything anew.
@@ -22,8 +27,14 @@ class PagePool:
     reused. A gradient that is computed in another execution than its forward pass may
     find its residuals gone, and says so: `StaleHandle`.
 
-    A pool is known to compiled programs by its name, so that a program that is cached on
-    disk finds the pool of that name in another process.
+    Residuals in affine codes of 1, 2, 4 or 8 bits wait in the pool; the bits of their
+    codec are the most that they get. All others (bit masks, the places of maxima, what
+    is kept as it is, codes of 3 bits) are ordinary arrays of the program, as in
+    `Arrays()`. Programs that XLA divides among devices, and other platforms than CPUs,
+    are refused.
+
+    A pool is known to compiled programs by its name, so that a program that is cached
+    on disk finds the pool of that name in another process.
 
     Example:
         >>> import dafjax
@@ -73,6 +84,8 @@ class PagePool:
             )
         adaptive = isinstance(growth, AdaptiveGrowth)
         self._name = f"pool {next(_NUMBERS)}" if name is None else name
+        self._hash = pool_hash(self._name)
+        self._sites: dict[int, str] = {}
         self._growth = growth
         self._executions_in_flight = executions_in_flight
         self._pool: Any = make_pool(
@@ -104,21 +117,48 @@ class PagePool:
             UNLIMITED if budget is None else parse_nbytes("budget", budget)
         )
 
-    def set_bits(self, site: int, bits: int | None) -> None:
-        """Sets the bits of a site's codes, from the next execution on.
+    def codec(self, wanted: AbstractCodec, *, site: str) -> AbstractCodec:
+        if not isinstance(wanted, Affine) or wanted.bits == 3:
+            return wanted
+        number = pool_hash(site)
+        self._sites[number] = site
+        return PooledAffine(wanted, pool=self._hash, site=number)
+
+    def put(self, packed: ArrayTree) -> ArrayTree:
+        return packed
+
+    def get(self, handle: ArrayTree) -> ArrayTree:
+        return handle
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the residuals that traced programs put here."""
+        return tuple(self._sites.values())
+
+    def set_bits(self, sites: str, bits: int | None) -> None:
+        """Sets the bits of some sites' codes, from the next execution on.
 
         Args:
-            site: Its number, as in `stats().sites`.
+            sites: A name of `sites`, or a pattern for some, as `"*/conv1/*"`.
             bits: 1, 2, 4 or 8, never more than the codec's; None for the codec's.
 
         Raises:
-            ValueError: `bits` is none of these.
+            ValueError: `bits` is none of these, or no site has such a name.
         """
         if bits not in (None, 1, 2, 4, 8):
             raise ValueError(
                 f"`bits` must be 1, 2, 4, 8 or None (the codec's), but got {bits!r}."
             )
-        self._pool.set_bits(site, bits or 0)
+        found = [n for n, name in self._sites.items() if _matches(name, sites)]
+        if not found:
+            known = ", ".join(repr(name) for name in self._sites) or "none yet"
+            raise ValueError(
+                f"`sites` must be the name of a residual that a program puts into this "
+                f"pool, or a pattern for some, but got {sites!r}. There are {known}; "
+                "they are known when the program has been traced."
+            )
+        for number in found:
+            self._pool.set_bits(number, bits or 0)
 
     def collect(self) -> None:
         """Frees what executions left that are over; gives memory back to the system."""
@@ -126,7 +166,7 @@ class PagePool:
 
     def stats(self) -> PoolStats:
         """Returns a consistent snapshot, also while programs run."""
-        return pool_stats(self._pool.stats())
+        return pool_stats(self._pool.stats(), self._sites)
 
     def __enter__(self) -> Self:
         return self
@@ -151,6 +191,10 @@ class PagePool:
         budget = self.budget
         shown = "None" if budget is None else f'"{readable(budget)}"'
         return f"PagePool({shown}, name={self._name!r})"
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 _MOST_IN_FLIGHT = 64

@@ -58,7 +58,7 @@ class PoolStats:
         refused_importances: Importances that were not finite, or negative.
         refused_handles: Handles that named nothing in the pool.
         executions: Executions that put anything.
-        sites: What is known of each site, by its number.
+        sites: What is known of each site, by its name.
     """
 
     budget: int | None
@@ -84,7 +84,7 @@ class PoolStats:
     refused_importances: int
     refused_handles: int
     executions: int
-    sites: Mapping[int, SiteStats]
+    sites: Mapping[str, SiteStats]
 
     @property
     def utilization(self) -> float:
@@ -94,8 +94,13 @@ class PoolStats:
         return self.nbytes / (self.pages_used * self.page_nbytes)
 
 
-def pool_stats(raw: Mapping[str, Any]) -> PoolStats:
-    """Returns the compiled library's statistics in their public form."""
+def pool_stats(raw: Mapping[str, Any], names: Mapping[int, str]) -> PoolStats:
+    """Returns the compiled library's statistics in their public form.
+
+    Args:
+        raw: The statistics.
+        names: Names of sites, by their hashes.
+    """
     same = (
         "pages_used", "pages_free", "page_nbytes", "growths", "evictions", "reclaims",
         "degraded_nbytes", "exhausted", "refused_importances", "refused_handles",
@@ -115,7 +120,11 @@ def pool_stats(raw: Mapping[str, Any]) -> PoolStats:
         reclaimable_entries=raw["entries_reclaimable"],
         committed_nbytes=raw["committed"]["current"],
         peak_committed_nbytes=raw["committed"]["peak"],
-        sites={number: SiteStats(**facts) for number, facts in raw["sites"].items()},
+        sites={
+            # A program that was exported by another process is not traced in this one.
+            names.get(number, f"site {number:016x}"): SiteStats(**facts)
+            for number, facts in raw["sites"].items()
+        },
         **{name: raw[name] for name in same},
     )
 
