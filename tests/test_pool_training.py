@@ -1,6 +1,7 @@
 """Training with residuals in a page pool: numbers, bits and budgets, lifetimes."""
 
 import functools
+import itertools
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dafjax
 from dafjax.codecs import Affine
@@ -65,7 +67,7 @@ def _scanned(f):
 def _branching(f):
     def loss(p, x):
         return jax.lax.cond(
-            jnp.sum(x) > 0, networks.mlp_loss, lambda p, x: 2 * jnp.mean(x), p, x
+            jnp.max(x) > 0, networks.mlp_loss, lambda p, x: 2 * jnp.mean(x), p, x
         )
 
     return f(loss)
@@ -229,30 +231,30 @@ class TestAtRunTime:
         p, x = _example(key, batch=2048, widths=(256, 512, 512, 512))
         gradient = _gradient(pool, bits=8)
         exact = jax.jit(jax.grad(networks.mlp_loss))(p, x)
-        gradient(p, x)
-        needed = pool.stats().peak_committed_nbytes
+        jax.block_until_ready(gradient(p, x))
+        needed = pool.stats().pages_used * pool.stats().page_nbytes
         assert needed > 20 * 2**16
         errors = []
         for share in np.linspace(1.0, 0.15, 12):
             pool.budget = budget = int(needed * share)
-            got = gradient(p, x)
+            got = jax.block_until_ready(gradient(p, x))
             assert pool.stats().committed_nbytes <= budget
             errors.append(_distance(got, exact))
         assert gradient._cache_size() == 1
         assert np.isfinite(errors).all()
         assert errors[-1] > 5 * errors[0]
         # Monotone but for noise.
-        assert all(b > 0.8 * a for a, b in zip(errors, errors[1:], strict=False))
+        assert all(b > 0.8 * a for a, b in itertools.pairwise(errors))
         pool.budget = None
         assert _distance(gradient(p, x), exact) == pytest.approx(errors[0], rel=0.1)
 
     def test_a_budget_for_scales_and_minima_alone_gives_block_means(self, pool, key):
         p, x = _example(key, batch=2048, widths=(256, 512, 512))
         gradient = _gradient(pool, bits=8)
-        gradient(p, x)
+        jax.block_until_ready(gradient(p, x))
         nbytes = pool.stats().nbytes
         pool.budget = int(0.15 * nbytes)
-        got = gradient(p, x)
+        got = jax.block_until_ready(gradient(p, x))
         assert 0 in {s.bits_kept for s in pool.stats().sites.values()}
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
 
@@ -267,11 +269,16 @@ class TestAtRunTime:
         pool.budget = None
         _assert_same(gradient(p, x), _gradient(Arrays(), bits=8)(p, x))
 
-    def test_what_nothing_reads_is_not_put(self, pool, key):
-        p, x = _example(key)
-        loss = dafjax.remat_compress(networks.mlp_loss, store=pool, policy=_policy(2))
-        value = jax.jit(lambda p, x: jax.vjp(loss, p, x)[0])(p, x)
-        assert np.isfinite(value)
+    def test_a_put_and_its_get_vanish_where_nothing_uses_them(self, pool, key):
+        codec = pool.codec(Affine(), site="x")
+        x = jax.random.normal(key, (512,))
+
+        @jax.jit
+        def f(x):
+            codec.decode(codec.encode(x), jax.ShapeDtypeStruct(x.shape, x.dtype))
+            return x + 1
+
+        jax.block_until_ready(f(x))
         assert pool.stats().total_entries == 0
 
 
@@ -298,10 +305,12 @@ class TestLifetimes:
         step = jax.jit(jax.grad(loss))
 
         def run():
+            before = pool.stats()
             _assert_same(step(p, x), want)
             stats = pool.stats()
-            assert stats.live_entries == len(stats.sites) > 0
-            assert stats.committed_nbytes == stats.peak_committed_nbytes
+            assert stats.live_entries == stats.total_entries - before.total_entries > 0
+            # One increment of growth serves all that went before.
+            assert stats.growths == 1
 
         return run
 
@@ -386,10 +395,9 @@ class TestLifetimes:
         step = jax.jit(jax.grad(loss))
         step(p, x)
         for _ in range(20):
+            step(p, x)
             with pytest.raises(KeyboardInterrupt):
-                for _ in range(3):
-                    step(p, x)
-                    signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
         check()
 
     def test_6_executions_in_flight(self, loss, check, key):
@@ -422,11 +430,11 @@ class TestLifetimes:
             for thread in threads:
                 thread.join()
             assert not failures
-            assert pool.stats().entries <= 5 * len(pool.sites)
+            assert pool.stats().live_entries <= 5 * len(pool.sites)
 
     def test_a_residual_that_is_gone_is_a_clear_error(self, loss, pool, key):
         p, x = _example(key)
-        y, pullback = jax.vjp(loss, p, x)
+        y, pullback = jax.block_until_ready(jax.vjp(loss, p, x))
         pool.__exit__(None, None, None)
         message = "FAILED_PRECONDITION: pool_get: the residual .* is gone"
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
@@ -451,13 +459,13 @@ class TestLifetimes:
                 try:
                     got = jax.block_until_ready(gradient(pool))
                 except jax.errors.JaxRuntimeError as error:
-                    assert "is gone" in str(error)
-                    assert in_flight < depth
+                    if in_flight >= depth or "is gone" not in str(error):
+                        raise
                 else:
                     _assert_same(got, gradient(Arrays()))
 
     def test_a_pool_that_does_not_exist_any_more(self, key, request):
-        p, x = _example(key)
+        _, x = _example(key)
         pool = PagePool(name=request.node.name)
         codec = pool.codec(Affine(), site="x")
         del pool
@@ -486,9 +494,8 @@ assert pool.stats().entries > 0
 class TestRefusals:
     def test_programs_that_are_divided_among_devices(self, pool, key):
         p, x = _example(key)
-        mesh = jax.make_mesh((2,), ("data",))
-        spec = jax.sharding.PartitionSpec("data")
-        x = jax.device_put(x, jax.NamedSharding(mesh, spec))
+        mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
+        x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
         with pytest.raises(NotImplementedError, match=r"dafjax\.stores\.Arrays\(\)"):
             _gradient(pool)(p, x)
 
@@ -507,8 +514,8 @@ class TestRefusals:
     def test_a_handle_that_this_pool_did_not_make(self, pool):
         codec = pool.codec(Affine(), site="forged")
         forged = jnp.asarray([1, 2, 3, 4], jnp.uint32)
+        like = jax.ShapeDtypeStruct((512,), jnp.float32)
         with pytest.raises(jax.errors.JaxRuntimeError, match="this is no handle of"):
-            like = jax.ShapeDtypeStruct((512,), jnp.float32)
             jax.block_until_ready(codec.decode(forged, like))
 
     def test_a_handle_of_an_array_of_another_size(self, pool, key):
