@@ -22,8 +22,8 @@ class PagePool:
     reused. A gradient that is computed in another execution than its forward pass may
     find its residuals gone, and says so: `StaleHandle`.
 
-    A pool is known to compiled programs by its name, so that a program that is cached on
-    disk finds the pool of that name in another process.
+    A pool is known to compiled programs by its name, so that a program that is cached
+    on disk finds the pool of that name in another process.
 
     Example:
         >>> import dafjax
