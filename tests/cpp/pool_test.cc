@@ -1,8 +1,7 @@
 // The page pool: what each part promises, every invariant after each operation, failing
-// allocations, threads and forks. Exits with 0 if all holds.
-//
-// With -DDAFJAX_PLANT=n one bug is planted in the test's own model of a part, so that
-// tests/test_pool_cpp.py can see the checks fail.
+// allocations, threads and forks. Exits with 0 if all holds. With the argument `threads`
+// it is only what several threads do, for sanitizers of threads, which do not follow
+// forks. Built and run by tests/test_pool_cpp.py.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -810,7 +809,7 @@ void TestRegistry() {
   CHECK(Register(HashOfName("mine"), std::make_shared<Pool>(Options{})));
 }
 
-void TestAll(bool with_fork) {
+void TestAll() {
   TestStreamSizes();
   TestErrorFallsConvexly();
   TestEpochs();
@@ -833,15 +832,17 @@ void TestAll(bool with_fork) {
                          1 + static_cast<int>(seed % 3));
   }
   TestThreads();
-  if (with_fork) TestForkedChildrenStartEmpty();
+  TestForkedChildrenStartEmpty();
 }
 
 }  // namespace
 }  // namespace dafjax::pool
 
 int main(int argc, char** argv) {
-  // Sanitizers of threads do not follow forks.
-  const bool with_fork = argc < 2 || std::strcmp(argv[1], "--no-fork") != 0;
-  dafjax::pool::TestAll(with_fork);
+  if (argc > 1 && std::strcmp(argv[1], "threads") == 0) {
+    dafjax::pool::TestThreads();
+  } else {
+    dafjax::pool::TestAll();
+  }
   return 0;
 }
