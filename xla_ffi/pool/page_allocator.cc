@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <functional>
+#include <new>
+#include <utility>
 
 namespace dafjax::pool {
 namespace {
@@ -11,10 +13,8 @@ constexpr int64_t kArenaPages = (int64_t{1} << 30) / kPageNbytes;
 
 }  // namespace
 
-int64_t PageAllocator::Grow(int64_t num_pages) {
-  if (num_pages <= 0) return 0;
-  const size_t room = static_cast<size_t>(num_committed_ + num_pages);
-  if (room > free_.capacity()) free_.reserve(std::max(room, 2 * free_.capacity()));
+int64_t PageAllocator::Grow(int64_t num_pages) noexcept {
+  if (num_pages <= 0 || !ReserveStack(num_committed_ + num_pages)) return 0;
   int64_t grown = 0;
   for (size_t i = 0; grown < num_pages; ++i) {
     if (i == arenas_.size() && !AddArena(num_pages - grown)) break;
@@ -28,25 +28,39 @@ int64_t PageAllocator::Grow(int64_t num_pages) {
   return grown;
 }
 
-bool PageAllocator::AddArena(int64_t least_pages) {
-  const int64_t least = CeilDiv(least_pages, kChunkPages) * kChunkPages;
-  int64_t pages = std::max(least, kArenaPages);
-  // Bookkeeping first: it may throw.
+bool PageAllocator::ReserveStack(int64_t num_pages) noexcept {
+  const size_t room = static_cast<size_t>(num_pages);
+  if (room <= free_.capacity()) return true;
+  try {
+    free_.reserve(std::max(room, 2 * free_.capacity()));
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  return true;
+}
+
+bool PageAllocator::AddArena(int64_t least_pages) noexcept {
+  const int64_t least = CeilDiv(least_pages, kChunkPages);
+  int64_t chunks = std::max(least, kArenaPages / kChunkPages);
   Arena arena;
-  arena.masks.resize(static_cast<size_t>(pages / kChunkPages));
-  arenas_.reserve(arenas_.size() + 1);
+  try {
+    arenas_.reserve(arenas_.size() + 1);
+    arena.masks.resize(static_cast<size_t>(chunks));
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
   while (true) {
-    arena.data = memory_->Reserve(pages * kPageNbytes);
+    arena.data = memory_->Reserve(chunks * kChunkNbytes);
     if (arena.data != nullptr) break;
-    if (pages <= kChunkPages) return false;
-    pages = std::max(pages / 2 / kChunkPages, int64_t{1}) * kChunkPages;
-    arena.masks.resize(static_cast<size_t>(pages / kChunkPages));
+    if (chunks == 1) return false;
+    chunks /= 2;
+    arena.masks.resize(static_cast<size_t>(chunks));
   }
   arenas_.push_back(std::move(arena));
   return true;
 }
 
-int64_t PageAllocator::CommitHoles(Arena* arena, int64_t num_pages) {
+int64_t PageAllocator::CommitHoles(Arena* arena, int64_t num_pages) noexcept {
   int64_t added = 0;
   int64_t most = num_pages;
   int64_t from = 0;

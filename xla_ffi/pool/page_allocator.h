@@ -33,9 +33,8 @@ class PageAllocator {
   // Never fails: the stack has room for every page that is committed.
   void Free(uint8_t* page) { free_.push_back(page); }
 
-  // Commits up to `num_pages` more and returns how many. Throws std::bad_alloc, with
-  // nothing changed, if there is no memory for bookkeeping.
-  int64_t Grow(int64_t num_pages);
+  // Commits up to `num_pages` more and returns how many.
+  int64_t Grow(int64_t num_pages) noexcept;
 
   // Gives up to `num_pages` free pages back to the system, whole chunks first, and
   // returns how many.
@@ -49,8 +48,9 @@ class PageAllocator {
   bool IsValid(std::vector<const uint8_t*> used) const;
 
  private:
-  bool AddArena(int64_t least_pages);
-  int64_t CommitHoles(Arena* arena, int64_t num_pages);
+  bool ReserveStack(int64_t num_pages) noexcept;
+  bool AddArena(int64_t least_pages) noexcept;
+  int64_t CommitHoles(Arena* arena, int64_t num_pages) noexcept;
   void Release(uint8_t* page, int64_t num_pages);
   Arena* ArenaOf(const uint8_t* page);
 
