@@ -19,7 +19,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dafjax._native import _cpu
+from dafjax._native import _cpu, pool_hash
+from dafjax.codecs import Affine
 from dafjax.stores import (
     AdaptiveGrowth,
     FixedGrowth,
@@ -338,26 +339,28 @@ def test_statistics_tell_what_was_degraded():
         _put(pool._pool, site=0, tiles=1500)
         stats = pool.stats()
         assert isinstance(stats, PoolStats)
-        least = stats.sites[1]
+        most, least = (stats.sites[f"site {site:016x}"] for site in (0, 1))
         assert isinstance(least, SiteStats)
         assert (least.bits_put, least.max_bits, least.puts) == (8.0, 8, 1)
-        assert least.bits_kept < stats.sites[0].bits_kept
+        assert least.bits_kept < most.bits_kept
         assert least.evictions == stats.evictions > 0
         lost = (8 - least.bits_kept) * 1500 * TILE
-        lost += (8 - stats.sites[0].bits_kept) * 1500 * TILE
+        lost += (8 - most.bits_kept) * 1500 * TILE
         assert stats.degraded_nbytes == lost
-        assert stats.sites[0].importance is None or stats.sites[0].importance == 1e6
+        assert most.importance is None or most.importance == 1e6
         assert 0.9 < stats.utilization <= 1
 
 
 def test_bits_of_a_site_hold_from_the_next_execution():
     with PagePool() as pool:
-        _put(pool._pool, run=1, site=7)
-        pool.set_bits(7, 2)
-        assert pool._pool.get(1, 0, _put(pool._pool, run=1, site=7))[0] == 8
-        assert pool._pool.get(2, 0, _put(pool._pool, run=2, site=7))[0] == 2
-        pool.set_bits(7, None)
-        assert pool._pool.get(3, 0, _put(pool._pool, run=3, site=7))[0] == 8
+        pool.codec(Affine(bits=8), site="x")
+        site = pool_hash("x")
+        _put(pool._pool, run=1, site=site)
+        pool.set_bits("x", 2)
+        assert pool._pool.get(1, 0, _put(pool._pool, run=1, site=site))[0] == 8
+        assert pool._pool.get(2, 0, _put(pool._pool, run=2, site=site))[0] == 2
+        pool.set_bits("x", None)
+        assert pool._pool.get(3, 0, _put(pool._pool, run=3, site=site))[0] == 8
 
 
 def test_collecting_gives_memory_back():
@@ -429,7 +432,7 @@ def test_wrong_settings_are_refused():
         FixedGrowth("much")
     with PagePool() as pool:
         with pytest.raises(ValueError, match="`bits` must be 1, 2, 4, 8 or None"):
-            pool.set_bits(1, 3)
+            pool.set_bits("*", 3)
         with pytest.raises(TypeError, match="`budget` must be an integer or a string"):
             pool.budget = 1.5
         with pytest.raises(ValueError, match="`max_bits` must be 1, 2, 4 or 8"):
