@@ -92,10 +92,10 @@ BUGS = {
         "++entry.generation !=",
         "entry.generation !=",
     ),
-    "the budget is not looked at": (
-        "memory_adaptors.h",
-        "nbytes > Room() || ",
-        "",
+    "a budget that falls is not looked at": (
+        "bookkeeping.cc",
+        "if (memory_.Room() >= 0) return;",
+        "if (memory_.Room() >= 0 || pool_id_ > 0) return;",
     ),
     "slots of the tail are freed in part": (
         "small_allocator.cc",

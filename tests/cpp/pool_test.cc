@@ -37,12 +37,14 @@ static void* AllocateOrFail(std::size_t size) {
   if (data == nullptr) throw std::bad_alloc();
   return data;
 }
-void* operator new(std::size_t size) { return AllocateOrFail(size); }
-void* operator new[](std::size_t size) { return AllocateOrFail(size); }
-void operator delete(void* data) noexcept { std::free(data); }
-void operator delete[](void* data) noexcept { std::free(data); }
-void operator delete(void* data, std::size_t) noexcept { std::free(data); }
-void operator delete[](void* data, std::size_t) noexcept { std::free(data); }
+// Not inlined, or GCC sees one half of a pair and takes it for a mistake.
+#define NOINLINE __attribute__((noinline))
+NOINLINE void* operator new(std::size_t size) { return AllocateOrFail(size); }
+NOINLINE void* operator new[](std::size_t size) { return AllocateOrFail(size); }
+NOINLINE void operator delete(void* data) noexcept { std::free(data); }
+NOINLINE void operator delete[](void* data) noexcept { std::free(data); }
+NOINLINE void operator delete(void* data, std::size_t) noexcept { std::free(data); }
+NOINLINE void operator delete[](void* data, std::size_t) noexcept { std::free(data); }
 
 namespace dafjax::pool {
 namespace {
