@@ -164,7 +164,7 @@ def run_backward(
     program = plan.program
     kept = {item.value: item for item in plan.kept}
     waiting = dict(zip(kept, stored, strict=True))
-    codecs = _codecs(plan, store)
+    codecs = _codecs(plan, store, schedule)
     env: dict[int, Any] = dict(zip(program.cotangents, cotangents, strict=True))
     env.update(arguments)
     env.update((v, waiting[v]) for v, item in kept.items() if item.codec is None)
@@ -205,10 +205,16 @@ def run_backward(
     return _read(program.gradients, env)
 
 
-def _codecs(plan: ProgramPlan, store: AbstractStore) -> dict[int, AbstractCodec]:
-    """Returns what each of the plan's values is packed with in a store."""
+def _codecs(
+    plan: ProgramPlan, store: AbstractStore, schedule: Sequence[Step] = ()
+) -> dict[int, AbstractCodec]:
+    """Returns what each of the plan's values is packed with in a store.
+
+    To decode, the schedule of the backward pass is needed.
+    """
+    reads = collections.Counter(v for step in schedule for v in step.unpacked)
     return {
-        item.value: store.codec(item.codec, site=site)
+        item.value: store.codec(item.codec, site=site, reads=reads[item.value])
         for item, site in zip(plan.kept, site_names(plan), strict=True)
         if item.codec is not None
     }

@@ -440,6 +440,60 @@ class TestLifetimes:
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             jax.block_until_ready(pullback(jnp.ones_like(y)))
 
+    @pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+    def test_residuals_are_freed_when_their_backward_pass_has_run(
+        self, make, key, request
+    ):
+        p, x = _example(key)
+        with PagePool(name=request.node.name, backward_once=True) as pool:
+            results = []
+            for store in (Arrays(), pool):
+                wrap = functools.partial(
+                    dafjax.remat_compress, store=store, policy=_policy(2)
+                )
+                results.append(jax.jit(jax.grad(make(wrap)))(p, x))
+            _assert_same(results[1], results[0])
+            stats = pool.stats()
+            assert stats.total_entries > 0
+            assert stats.nbytes < 0.6 * stats.peak_nbytes
+
+    def test_a_loop_over_micro_batches_needs_the_memory_of_one(self, key, request):
+        p, x = _example(key, batch=4 * 512)
+
+        def accumulated(store):
+            gradient = jax.grad(
+                dafjax.remat_compress(networks.mlp_loss, store=store, policy=_policy(8))
+            )
+
+            def body(total, x):
+                return jax.tree.map(jnp.add, total, gradient(p, x)), None
+
+            zeros = jax.tree.map(jnp.zeros_like, p)
+            parts = x.reshape(4, 512, -1)
+            return jax.jit(lambda: jax.lax.scan(body, zeros, parts)[0])()
+
+        want = accumulated(Arrays())
+        peaks = []
+        for backward_once in (False, True):
+            name = f"{request.node.name} {backward_once}"
+            with PagePool(name=name, backward_once=backward_once) as pool:
+                _assert_same(accumulated(pool), want)
+                peaks.append(pool.stats().peak_nbytes)
+        assert peaks[1] == peaks[0] / 4
+
+    def test_a_second_backward_pass_is_a_clear_error_then(self, key, request):
+        p, x = _example(key)
+        with PagePool(name=request.node.name, backward_once=True) as pool:
+            loss = dafjax.remat_compress(
+                networks.mlp_loss, store=pool, policy=_policy(2)
+            )
+            y, pullback = jax.vjp(loss, p, x)
+            jax.block_until_ready(pullback(jnp.ones_like(y)))
+            with pytest.raises(
+                jax.errors.JaxRuntimeError, match="its backward pass has run"
+            ):
+                jax.block_until_ready(pullback(jnp.ones_like(y)))
+
     @pytest.mark.parametrize("depth", [1, 2, 6])
     @pytest.mark.parametrize("in_flight", [1, 8])
     def test_eager_blocks_give_right_numbers_or_the_error(

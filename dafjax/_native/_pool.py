@@ -20,6 +20,7 @@ def make_pool(
     growth_share: float | None,
     growth_nbytes: int | None,
     executions_in_flight: int,
+    backward_once: bool,
 ) -> Any:
     """Makes a pool, which lives as long as what is returned.
 
@@ -30,6 +31,7 @@ def make_pool(
         growth_nbytes: Bytes that it grows by, or None.
         executions_in_flight: How many newer executions there must be on its device for
             one to be over.
+        backward_once: Whether what a backward pass has read is freed.
 
     Raises:
         ValueError: Another pool in use has the name.
@@ -40,6 +42,7 @@ def make_pool(
         growth_share=growth_share,
         growth_nbytes=growth_nbytes,
         executions_in_flight=executions_in_flight,
+        backward_once=backward_once,
     )
 
 

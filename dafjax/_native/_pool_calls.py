@@ -89,6 +89,7 @@ def pool_get(
     dtype: np.dtype,
     block_size: int,
     columns: int = 0,
+    reads: int = 0,
 ) -> Array:
     """Decodes what was put, from the planes that are left of it; any number of times.
 
@@ -103,6 +104,7 @@ def pool_get(
         dtype: Its dtype.
         block_size: As it was put with.
         columns: As it was put with.
+        reads: How often a backward pass gets the entry; 0 if that is unknown.
 
     Returns:
         An array `[*batch, m, n]` of `dtype`.
@@ -119,6 +121,7 @@ def pool_get(
         dtype=jnp.dtype(dtype),
         block_size=block_size,
         columns=columns,
+        reads=reads,
     )
 
 
@@ -159,6 +162,7 @@ def _get_abstract_eval(
     dtype: np.dtype,
     block_size: int,
     columns: int,
+    reads: int,
 ) -> Any:
     check_parameters("pool_get", 1, block_size)
     check_dtype("pool_get", "dtype", dtype, DTYPES)

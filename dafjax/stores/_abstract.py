@@ -20,7 +20,9 @@ class AbstractStore(abc.ABC):
     """
 
     @abc.abstractmethod
-    def codec(self, wanted: AbstractCodec, *, site: str) -> AbstractCodec:
+    def codec(
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+    ) -> AbstractCodec:
         """Returns the codec that a residual is packed with to wait here.
 
         It is `wanted`, unless packing and storing are one step for this store: then
@@ -29,6 +31,7 @@ class AbstractStore(abc.ABC):
         Args:
             wanted: The codec that was chosen for the residual.
             site: The residual's name, the same in every process.
+            reads: How often one backward pass decodes it; 0 if that is unknown.
         """
 
     @abc.abstractmethod

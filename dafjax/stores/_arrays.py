@@ -17,7 +17,9 @@ class Arrays(AbstractStore):
     compiled program.
     """
 
-    def codec(self, wanted: AbstractCodec, *, site: str) -> AbstractCodec:
+    def codec(
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+    ) -> AbstractCodec:
         return wanted
 
     def put(self, packed: ArrayTree) -> ArrayTree:

@@ -29,7 +29,9 @@ class Host(AbstractStore):
         (256, 256)
     """
 
-    def codec(self, wanted: AbstractCodec, *, site: str) -> AbstractCodec:
+    def codec(
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+    ) -> AbstractCodec:
         return wanted
 
     def put(self, packed: ArrayTree) -> ArrayTree:

@@ -50,6 +50,7 @@ class PagePool(AbstractStore):
         *,
         growth: Growth = AdaptiveGrowth(),  # noqa: B008  (frozen)
         executions_in_flight: int = 1,
+        backward_once: bool = False,
         name: str | None = None,
     ) -> None:
         """Makes an empty pool.
@@ -61,6 +62,11 @@ class PagePool(AbstractStore):
             executions_in_flight: An execution is over when so many newer ones have
                 started on its device. More than 1 where several threads dispatch, or
                 where a backward pass is an execution of its own.
+            backward_once: Whether residuals are freed, and their memory given back, as
+                soon as the backward pass is done with them. Then the pool is all but
+                empty when XLA needs the most, and a loop over micro-batches in one
+                program needs the pool of one. A second backward pass of the same
+                forward pass, as by calling a pullback twice, fails and says so.
             name: What compiled programs find it by; by default from the order in which
                 pools are made.
 
@@ -76,6 +82,10 @@ class PagePool(AbstractStore):
             raise ValueError(
                 f"`executions_in_flight` must be an integer from 1 to "
                 f"{_MOST_IN_FLIGHT}, but got {executions_in_flight!r}."
+            )
+        if not isinstance(backward_once, bool):
+            raise TypeError(
+                f"`backward_once` must be True or False, but got `{backward_once!r}`."
             )
         if not isinstance(growth, Growth):
             raise TypeError(
@@ -94,6 +104,7 @@ class PagePool(AbstractStore):
             growth_share=growth.share if adaptive else None,
             growth_nbytes=None if adaptive else parse_nbytes("nbytes", growth.nbytes),
             executions_in_flight=executions_in_flight,
+            backward_once=backward_once,
         )
 
     @property
@@ -117,12 +128,14 @@ class PagePool(AbstractStore):
             UNLIMITED if budget is None else parse_nbytes("budget", budget)
         )
 
-    def codec(self, wanted: AbstractCodec, *, site: str) -> AbstractCodec:
+    def codec(
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+    ) -> AbstractCodec:
         if not isinstance(wanted, Affine) or wanted.bits == 3:
             return wanted
         number = pool_hash(site)
         self._sites[number] = site
-        return PooledAffine(wanted, pool=self._hash, site=number)
+        return PooledAffine(wanted, pool=self._hash, site=number, reads=reads)
 
     def put(self, packed: ArrayTree) -> ArrayTree:
         return packed

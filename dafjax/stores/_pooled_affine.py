@@ -23,11 +23,13 @@ class PooledAffine(AbstractCodec):
         affine: The code; its bits are the most that the pool may give.
         pool: Hash of the pool's name.
         site: Hash of the name of what is put.
+        reads: How often a backward pass decodes it; 0 if that is unknown.
     """
 
     affine: Affine
     pool: int
     site: int
+    reads: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -60,6 +62,7 @@ class PooledAffine(AbstractCodec):
             dtype=jnp.dtype(like.dtype),
             block_size=self.affine.block_size,
             columns=columns,
+            reads=self.reads,
         )
         return from_rows(lax.reshape(unpacked, rows), like)
 

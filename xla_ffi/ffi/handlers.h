@@ -33,7 +33,8 @@ XLA_FFI_Error* dafjax_pool_put(XLA_FFI_CallFrame* call_frame);
 // handle; then any operands, which are not read
 //   -> y [*batch, m, n] float32, bfloat16 or float16. A handle of zeros, as JAX makes them
 //      for branches that are not taken, is that of zeros.
-// attributes: pool, block_size, columns, int64
+// attributes: pool, reads, block_size, columns, int64. A backward pass makes `reads` calls
+// for an entry; 0: that is unknown.
 XLA_FFI_Error* dafjax_pool_get(XLA_FFI_CallFrame* call_frame);
 
 // Any operands -> the same values. Each result normally shares the operand's memory.

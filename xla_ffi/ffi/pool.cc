@@ -152,14 +152,16 @@ class Writing {
 
 class Reading {
  public:
-  Reading(pool::Pool* pool, const pool::Handle& handle) : pool_(pool), handle_(handle) {}
-  ~Reading() { static_cast<void>(pool_->Unpin(handle_)); }
+  Reading(pool::Pool* pool, const pool::Handle& handle, int64_t reads)
+      : pool_(pool), handle_(handle), reads_(reads) {}
+  ~Reading() { static_cast<void>(pool_->Unpin(handle_, reads_)); }
   Reading(const Reading&) = delete;
   Reading& operator=(const Reading&) = delete;
 
  private:
   pool::Pool* const pool_;
   const pool::Handle handle_;
+  const int64_t reads_;
 };
 
 pool::Status PutEntry(pool::Pool* pool, const pool::Execution& execution,
@@ -181,12 +183,12 @@ pool::Status PutEntry(pool::Pool* pool, const pool::Execution& execution,
 }
 
 pool::Status GetEntry(pool::Pool* pool, const pool::Execution& execution,
-                      AffineShape shape, const pool::Handle& handle, void* y,
-                      const Helpers& helpers) {
+                      AffineShape shape, const pool::Handle& handle, int64_t reads,
+                      void* y, const Helpers& helpers) {
   pool::GetView view;
   pool::Status status = pool->Get(execution, handle, &view);
   if (!status.ok()) return status;
-  const Reading reading(pool, handle);
+  const Reading reading(pool, handle, reads);
   const int64_t num_tiles = shape.num_rows * shape.NumTiles();
   if (view.num_tiles != num_tiles || view.metadata.nbytes != ParametersNbytes(shape)) {
     return {pool::Code::kInvalidArgument,
@@ -241,7 +243,7 @@ ffi::Error PoolPutHandler(ffi::ThreadPool threads, ffi::RunId run_id, int32_t de
 ffi::Error PoolGetHandler(ffi::ThreadPool threads, ffi::RunId run_id, int32_t device,
                           ffi::AnyBuffer handle, ffi::RemainingArgs,
                           ffi::Result<ffi::AnyBuffer> y, int64_t pool_hash,
-                          int64_t block_size, int64_t columns) {
+                          int64_t reads, int64_t block_size, int64_t columns) {
   const std::string call = "pool_get";
   const ffi::ErrorOr<Entries> entries =
       CheckEntries(call, "y", *y, handle, block_size, columns);
@@ -260,8 +262,8 @@ ffi::Error PoolGetHandler(ffi::ThreadPool threads, ffi::RunId run_id, int32_t de
       continue;
     }
     const pool::Status status =
-        GetEntry(found->get(), {run_id.run_id, device}, entries->shape, of_entry, out,
-                 HelpersOf(threads));
+        GetEntry(found->get(), {run_id.run_id, device}, entries->shape, of_entry, reads,
+                 out, HelpersOf(threads));
     if (!status.ok()) return ErrorOf(call, status);
   }
   return ffi::Error::Success();
@@ -294,5 +296,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_pool_get, dafjax::PoolGetHandler,
                                   .RemainingArgs()             // not read
                                   .Ret<xla::ffi::AnyBuffer>()  // y
                                   .Attr<int64_t>("pool")
+                                  .Attr<int64_t>("reads")
                                   .Attr<int64_t>("block_size")
                                   .Attr<int64_t>("columns"));

@@ -20,10 +20,11 @@ std::string Text(int64_t number) { return std::to_string(number); }
 }  // namespace
 
 Bookkeeping::Bookkeeping(Memory* memory, std::shared_ptr<const Growth> growth,
-                         int64_t budget, int executions_in_flight)
+                         int64_t budget, int executions_in_flight, bool backward_once)
     : pool_id_(next_pool_id.fetch_add(1)),
       key_(RandomHandleKey()),
       growth_(std::move(growth)),
+      backward_once_(backward_once),
       next_budget_(budget),
       observed_(memory),
       memory_(&observed_, budget),
@@ -84,6 +85,19 @@ const Entry& Bookkeeping::Pin(uint32_t slot) {
   return entry;
 }
 
+void Bookkeeping::Unpin(uint32_t slot, int64_t reads) {
+  Entry& entry = entries_[slot];
+  --entry.pins;
+  ++entry.reads;
+  const bool was_last = reads > 0 && entry.reads >= reads;
+  if (!backward_once_ || !was_last || entry.pins > 0) return;
+  if (entry.phase == Phase::kLive) {
+    epochs_.Find(entry.execution)->live.Remove(&entries_, slot);
+  }
+  Free(slot);
+  pages_.ReleaseFree(pages_.num_free());
+}
+
 const Entry* Bookkeeping::Find(const Handle& handle, Status* status) {
   if (handle.pool_id == pool_id_ && handle.slot < entries_.size() &&
       handle.check == HandleCheck(key_, handle)) {
@@ -94,10 +108,14 @@ const Entry* Bookkeeping::Find(const Handle& handle, Status* status) {
     observer_.RefuseHandle();
     status->code = Code::kStaleHandle;
     status->message =
-        "the residual that this handle names is gone: its execution is over, and its "
-        "pages were reused or collected. Run the forward and the backward pass in one "
-        "`jax.jit` of the whole step, or let more executions overlap with "
-        "`PagePool(executions_in_flight=...)`.";
+        backward_once_
+            ? "the residual that this handle names is gone: its backward pass has run, "
+              "or its execution is over. Where a backward pass runs twice, use "
+              "`PagePool(backward_once=False)`."
+            : "the residual that this handle names is gone: its execution is over, and "
+              "its pages were reused or collected. Run the forward and the backward pass "
+              "in one `jax.jit` of the whole step, or let more executions overlap with "
+              "`PagePool(executions_in_flight=...)`.";
     return nullptr;
   }
   observer_.RefuseHandle();
@@ -298,6 +316,7 @@ void Bookkeeping::Clear(Entry* entry) {
   for (Stream& plane : entry->planes) streams_.Clear(&plane);
   entry->bits_put = 0;
   entry->bits_kept = 0;
+  entry->reads = 0;
 }
 
 void Bookkeeping::StartExecution(const Execution& execution) {

@@ -35,7 +35,7 @@ namespace dafjax::pool {
 class Bookkeeping {
  public:
   Bookkeeping(Memory* memory, std::shared_ptr<const Growth> growth, int64_t budget,
-              int executions_in_flight);
+              int executions_in_flight, bool backward_once);
 
   struct NewEntry {
     Execution execution;
@@ -50,9 +50,9 @@ class Bookkeeping {
   // Require an entry in the phase of writing.
   void Commit(uint32_t slot);
   void Abort(uint32_t slot);
-  // Require a committed entry; Unpin one that is pinned.
+  // Require a committed entry; Unpin one that is pinned. It may be gone afterwards.
   const Entry& Pin(uint32_t slot);
-  void Unpin(uint32_t slot) { --entries_[slot].pins; }
+  void Unpin(uint32_t slot, int64_t reads);
 
   const Entry& At(uint32_t slot) const { return entries_[slot]; }
   // The entry that a handle names; null, and why in `status` (whose text may throw).
@@ -99,6 +99,7 @@ class Bookkeeping {
   const uint32_t pool_id_;
   const HandleKey key_;
   const std::shared_ptr<const Growth> growth_;
+  const bool backward_once_;
   int64_t next_budget_;
   ObservedMemory observed_;
   LimitedMemory memory_;

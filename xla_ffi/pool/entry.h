@@ -43,6 +43,8 @@ struct Entry {
   int bits_put = 0;
   int bits_kept = 0;
   int pins = 0;
+  // Since it was put.
+  int64_t reads = 0;
   Execution execution;
   SiteId site = 0;
   int64_t num_tiles = 0;

@@ -74,7 +74,8 @@ struct Pool::State {
         book(memory,
              options.growth != nullptr ? options.growth
                                        : std::make_shared<const AdaptiveGrowth>(),
-             budget, options.executions_in_flight < 1 ? 1 : options.executions_in_flight) {}
+             budget, options.executions_in_flight < 1 ? 1 : options.executions_in_flight,
+             options.backward_once) {}
 
   const uint32_t forks;
   std::mutex mutex;
@@ -181,7 +182,7 @@ Status Pool::Get(const Execution&, const Handle& handle, GetView* view) noexcept
   });
 }
 
-Status Pool::Unpin(const Handle& handle) noexcept {
+Status Pool::Unpin(const Handle& handle, int64_t reads) noexcept {
   return Guarded([&](Bookkeeping* book) -> Status {
     Status status;
     const Entry* entry = book->Find(handle, &status);
@@ -190,7 +191,7 @@ Status Pool::Unpin(const Handle& handle) noexcept {
       return {Code::kInvalidArgument,
               "the entry is not pinned: each `Unpin` ends one `Get`."};
     }
-    book->Unpin(handle.slot);
+    book->Unpin(handle.slot, reads);
     return {};
   });
 }

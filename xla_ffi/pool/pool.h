@@ -54,6 +54,9 @@ struct Options {
   int64_t budget = std::numeric_limits<int64_t>::max();
   // An execution is over when this many newer ones have started on its device.
   int executions_in_flight = 1;
+  // An entry is freed, and free pages go back to the system, when it has been read as
+  // often as its readers say that a backward pass does.
+  bool backward_once = false;
   // Null: AdaptiveGrowth.
   std::shared_ptr<const Growth> growth;
   // Null: SystemMemory. Must outlive the pool.
@@ -63,9 +66,10 @@ struct Options {
 // Keeps codes of residuals in pages of 64 KiB, within a budget.
 //
 // An entry is put in two steps, Put and Commit, so that kernels write straight into its
-// pages, outside of the pool's lock; and it is read in two, Get and Unpin. Loads never
-// free. Entries whose execution is over are reclaimable: their pages are reused, oldest
-// first, before the pool grows; until then they can still be read.
+// pages, outside of the pool's lock; and it is read in two, Get and Unpin. Loads free
+// nothing, unless the pool is told that no backward pass runs twice. Entries whose
+// execution is over are reclaimable: their pages are reused, oldest first, before the
+// pool grows; until then they can still be read.
 //
 // When the budget leaves no room, the entry whose last plane is least important loses it:
 // 8 -> 4 -> 2 -> 1 bit -> metadata alone. That may be the entry that is being put. An
@@ -96,7 +100,8 @@ class Pool {
   // Finds an entry and pins it: it loses nothing until Unpin. Any number of threads may
   // pin an entry at once; each Get that succeeds needs its Unpin.
   Status Get(const Execution& execution, const Handle& handle, GetView* view) noexcept;
-  Status Unpin(const Handle& handle) noexcept;
+  // `reads`: how many are made of the entry in one backward pass; 0 if that is unknown.
+  Status Unpin(const Handle& handle, int64_t reads = 0) noexcept;
 
   // How much the gradient suffers from a site's noise: the constant C of its error
   // C / (2^bits - 1)^2, of all its elements together (pool/eviction.h). One that is not

@@ -55,10 +55,11 @@ void Check(const Status& status) {
 std::shared_ptr<Pool> MakePool(const std::string& name, std::optional<int64_t> budget,
                                std::optional<double> growth_share,
                                std::optional<int64_t> growth_nbytes,
-                               int executions_in_flight) {
+                               int executions_in_flight, bool backward_once) {
   pool::Options options;
   options.budget = budget.value_or(std::numeric_limits<int64_t>::max());
   options.executions_in_flight = executions_in_flight;
+  options.backward_once = backward_once;
   if (growth_nbytes.has_value()) {
     options.growth = std::make_shared<const pool::FixedGrowth>(*growth_nbytes);
   } else if (growth_share.has_value()) {
@@ -308,7 +309,8 @@ void AddPool(py::module_& m) {
   py::class_<Pool, std::shared_ptr<Pool>>(m, "Pool", "A pool of pages (pool/pool.h).")
       .def(py::init(&MakePool), py::arg("name"), py::kw_only(),
            py::arg("budget") = py::none(), py::arg("growth_share") = py::none(),
-           py::arg("growth_nbytes") = py::none(), py::arg("executions_in_flight") = 1)
+           py::arg("growth_nbytes") = py::none(), py::arg("executions_in_flight") = 1,
+           py::arg("backward_once") = false)
       .def("stats", &StatsOf, "A consistent snapshot.")
       .def("violation", &Violation, "The invariant that does not hold, or None.")
       .def_property("budget", &Pool::budget,
