@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from dafjax._equation import Atom, Constant, Equation, evaluate, values_of
 from dafjax._graph import live_equations
 from dafjax._native import tie
-from dafjax._plan import Kept, ProgramPlan
+from dafjax._plan import ProgramPlan
 from dafjax._primitives import is_cheap
 from dafjax._residuals import Program
 from dafjax._schedule import Step, Unpacking, last_uses
+from dafjax._sites import site_names
 from dafjax._typing import ArrayTree
+from dafjax.codecs import AbstractCodec
 from dafjax.stores import AbstractStore
 
 
@@ -72,6 +74,7 @@ def run_forward(
     """
     program = plan.program
     kept = {item.value: (site, item) for site, item in enumerate(plan.kept)}
+    codecs = _codecs(plan, store)
     equations = live_equations(program.forward, [*program.results, *kept])
     last_use = last_uses(equations, program.results)
     env: dict[int, Any] = dict(enumerate(arguments))
@@ -102,7 +105,7 @@ def run_forward(
             return
         with jax.named_scope("pack"):
             # The same tensor at another site gets other noise.
-            packed = item.codec.encode(env[value], seed=seed + jnp.uint32(site))
+            packed = codecs[value].encode(env[value], seed=seed + jnp.uint32(site))
         leaves, structure = jax.tree.flatten(packed)
         if ties.forward and last_use.get(value, -1) > now:
             env[value], token, *leaves = tie(env[value], token, *leaves)
@@ -155,6 +158,7 @@ def run_backward(
     program = plan.program
     kept = {item.value: item for item in plan.kept}
     waiting = dict(zip(kept, stored, strict=True))
+    codecs = _codecs(plan, store, schedule)
     env: dict[int, Any] = dict(zip(program.cotangents, cotangents, strict=True))
     env.update(arguments)
     env.update((v, waiting[v]) for v, item in kept.items() if item.codec is None)
@@ -174,9 +178,12 @@ def run_backward(
                     *values, token = tie(*(env[v] for v in item.behind), token)
                     env.update(zip(item.behind, values, strict=True))
                 after = (token,) if ties.cotangent else ()
-                env[item.value] = _unpack(
-                    kept[item.value], waiting[item.value], store, after
-                )
+                with jax.named_scope("unpack"):
+                    env[item.value] = codecs[item.value].decode(
+                        store.get(waiting[item.value]),
+                        kept[item.value].like,
+                        after=after,
+                    )
                 continue
             outputs = evaluate(item, _read(item.inputs, at_hand))
             for value, output in zip(item.outputs, outputs, strict=True):
@@ -192,12 +199,19 @@ def run_backward(
     return _read(program.gradients, env)
 
 
-def _unpack(
-    item: Kept, handle: ArrayTree, store: AbstractStore, after: tuple[jax.Array, ...]
-) -> jax.Array:
-    assert item.codec is not None
-    with jax.named_scope("unpack"):
-        return item.codec.decode(store.get(handle), item.like, after=after)
+def _codecs(
+    plan: ProgramPlan, store: AbstractStore, schedule: Sequence[Step] = ()
+) -> dict[int, AbstractCodec]:
+    """Returns what each of the plan's values is packed with in a store.
+
+    To decode, the schedule of the backward pass is needed.
+    """
+    reads = collections.Counter(v for step in schedule for v in step.unpacked)
+    return {
+        item.value: store.codec(item.codec, site=site, reads=reads[item.value])
+        for item, site in zip(plan.kept, site_names(plan), strict=True)
+        if item.codec is not None
+    }
 
 
 def _not_before(token: jax.Array, value: jax.Array) -> jax.Array:

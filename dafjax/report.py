@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from dafjax._nbytes import readable
 from dafjax._plan import Kept, ProgramPlan
 from dafjax._recorder import record_plans
+from dafjax._sites import place_of
 from dafjax._table import align
 from dafjax._tracing import count_calls, trace
 from dafjax.codecs import Affine, Bitmask
@@ -288,7 +289,7 @@ def _row(item: Kept, count: int) -> tuple[str, ...]:
     dtype = getattr(item.dtype, "name", str(item.dtype))
     times = "" if count == 1 else f" x {count}"
     return (
-        _place(item),
+        place_of(item),
         f"{dtype}[{','.join(map(str, item.shape))}]{times}",
         "save" if item.codec is None else f"compress {item.codec}",
         readable(item.raw_nbytes * count),
@@ -296,7 +297,3 @@ def _row(item: Kept, count: int) -> tuple[str, ...]:
         # Of an installed package, the part that tells which.
         item.source.rpartition("site-packages/")[2],
     )
-
-
-def _place(item: Kept) -> str:
-    return "/".join(part for part in (item.name, item.primitive) if part)

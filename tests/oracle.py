@@ -13,7 +13,7 @@ import numpy as np
 
 BITS = (1, 2, 3, 4, 8)
 BLOCK_SIZES = (64, 128, 256, 512, 1024)
-PLANES = {1: [1], 2: [1, 1], 3: [1, 1, 1], 4: [1, 1, 2], 8: [1, 1, 2, 4]}
+PLANES = {0: [], 1: [1], 2: [1, 1], 3: [1, 1, 1], 4: [1, 1, 2], 8: [1, 1, 2, 4]}
 MAX_BF16 = np.float32(float.fromhex("0x1.fep127"))
 GOLDEN_RATIO = np.uint32(0x9E3779B9)
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
@@ -269,19 +269,23 @@ def decode(
     bits: int,
     block_size: int,
     columns: int = 0,
+    kept_bits: int | None = None,
 ) -> np.ndarray:
     """Decodes rows; scale and minimum are patterns `[rows, blocks]` of bfloat16.
+
+    `words` are those of the planes of `kept_bits`, if some planes of `bits` are lost.
 
     The product has 16 significant bits, so that the float64 sum is inexact only if one
     operand is below 2^-28 of the other; rounding twice then gives the same float32.
     """
+    kept = bits if kept_bits is None else kept_bits
     if columns == 0:
-        codes = unpack_planes(words, size, bits)
+        codes = unpack_planes(words, size, kept)
         block = np.arange(size) // block_size
     else:
         tiles, blocks = column_tables(size, columns, block_size)
         codes = np.zeros((len(words), size + 1), np.uint32)
-        codes[:, tiles.ravel()] = unpack_planes(words, tiles.size, bits)
+        codes[:, tiles.ravel()] = unpack_planes(words, tiles.size, kept)
         codes = codes[:, :size]
         block = np.zeros(size + 1, np.int64)
         block[blocks] = np.arange(len(blocks))[:, None]
@@ -289,11 +293,17 @@ def decode(
     scale = scale.view(bfloat16).astype(np.float64)[:, block]
     minimum = minimum.view(bfloat16).astype(np.float64)[:, block]
     flagged = np.signbit(scale)
-    special = flagged & (codes >> np.uint32(bits - 1) == 1)
-    step = np.where(flagged, codes & np.uint32(2 ** (bits - 1) - 1), codes)
+    if kept == 0:
+        special = flagged
+        step = codes
+    else:
+        special = flagged & (codes >> np.uint32(kept - 1) == 1)
+        step = np.where(flagged, codes & np.uint32(2 ** (kept - 1) - 1), codes)
+    alike = 2 ** (bits - kept)
+    step = np.where(special, 0, step * np.float64(alike) + (alike - 1) / 2)
     value = (minimum + step * np.abs(scale)).astype(f32).astype(dtype)
-    if bits >= 3:
-        kind = codes >> np.uint32(bits - 3)
+    if kept >= 3:
+        kind = codes >> np.uint32(kept - 3)
         infinite = np.where(kind == 0b111, -np.inf, np.inf)
         unusual = np.where(kind >= 0b110, infinite, np.nan)
     else:

@@ -23,6 +23,7 @@ from benchmarks import (
     naive_codec,
     peak_rss,
     plan_bytes,
+    pool_step,
     quantizer_cost,
     residuals,
     step_memory,
@@ -47,6 +48,7 @@ PROGRAMS = (
     "importance",
     "layer_growth",
     "plan_bytes",
+    "pool_step",
 )
 
 
@@ -388,6 +390,20 @@ def test_a_transformer_is_measured_and_checked(tmp_path):
     assert ratios["compress"] > 1.5 * ratios["save_all"] == 1.5
     # Adapters start with B = 0, and the gradient of A with it.
     assert 0.01 < result["time"]["compress"]["errors"]["gradient"] < 1.5
+
+
+@pytest.mark.slow
+def test_a_step_with_a_pool_is_checked_and_measured(tmp_path):
+    out = tmp_path / "pool.json"
+    small = ["--width", "4", "--images", "8", "--layers", "2", "--length", "64"]
+    pool_step.main([*small, "--rounds", "1", "--out", str(out)])
+    steps = json.loads(out.read_text())["steps"]
+    assert [step["network"] for step in steps] == ["resnet18", "gpt2"]
+    for step in steps:
+        assert 0 < step["pool_peak_nbytes"] <= step["pool_committed_nbytes"]
+        assert step["temp_nbytes"]["pool"] < step["temp_nbytes"]["arrays"]
+        # Bit for bit.
+        assert step["time"]["pool"]["errors"] == {"equal": 0.0}
 
 
 def test_environment_names_what_a_number_depends_on():

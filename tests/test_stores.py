@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax.stores import Arrays, Host
+from dafjax.codecs import Affine, Bitmask
+from dafjax.stores import Arrays, Host, PagePool
 from tests import networks
+from tests.helpers import assert_same_bits, like
 
 
-ALL_STORES = (Arrays(), Host())
+@pytest.fixture(params=[Arrays, Host, PagePool])
+def store(request):
+    return request.param()
 
 
-@pytest.mark.parametrize("store", ALL_STORES, ids=repr)
 def test_what_is_put_can_be_got_any_number_of_times(store):
     packed = {"codes": jnp.arange(7, dtype=jnp.uint16), "scale": (jnp.ones(2), None)}
     handle = store.put(packed)
@@ -23,7 +26,6 @@ def test_what_is_put_can_be_got_any_number_of_times(store):
         jax.tree.map(np.testing.assert_array_equal, got, packed)
 
 
-@pytest.mark.parametrize("store", ALL_STORES, ids=repr)
 def test_a_handle_can_be_stacked_by_scan(store):
     rows = jnp.arange(12, dtype=jnp.uint16).reshape(3, 4)
 
@@ -36,13 +38,35 @@ def test_a_handle_can_be_stacked_by_scan(store):
     np.testing.assert_array_equal(there_and_back(rows), rows)
 
 
-@pytest.mark.parametrize("store", ALL_STORES, ids=repr)
-def test_stores_are_hashable_data(store):
-    assert hash(store) == hash(type(store)())
-    assert store == type(store)()
+@pytest.mark.parametrize("codec", [Affine(bits=4), Affine(bits=3), Bitmask()], ids=repr)
+def test_the_codec_of_a_store_gives_what_was_wanted(store, codec, key):
+    x = jax.random.normal(key, (3, 700))
+    x = x > 0 if isinstance(codec, Bitmask) else x
+    chosen = store.codec(codec, site="x")
+    handle = store.put(chosen.encode(x, seed=5))
+    want = codec.decode(codec.encode(x, seed=5), like(x))
+    for _ in range(2):
+        assert_same_bits(chosen.decode(store.get(handle), like(x)), want)
 
 
-@pytest.mark.parametrize("store", ALL_STORES, ids=repr)
+def test_codecs_of_stores_are_hashable_data(store):
+    codecs = [store.codec(Affine(bits=4), site=site) for site in ("a", "a", "b")]
+    assert codecs[0] == codecs[1]
+    assert hash(codecs[0]) == hash(codecs[1])
+    assert (codecs[0] == codecs[2]) == (not isinstance(store, PagePool))
+
+
+@pytest.mark.parametrize("kind", [Arrays, Host])
+def test_stores_are_hashable_data(kind):
+    assert hash(kind()) == hash(kind())
+    assert kind() == kind()
+
+
+def test_a_pool_is_its_name():
+    one, other = PagePool(name="one"), PagePool(name="other")
+    assert len({one, other, one}) == 2
+
+
 def test_gradients_do_not_depend_on_the_store(store, key):
     p, x = networks.conv_example(key, depth=2)
     want = jax.grad(dafjax.remat_compress(networks.conv_loss))(p, x)

@@ -15,4 +15,11 @@ from dafjax._native._library import (
     library_status as library_status,
     registered_custom_calls as registered_custom_calls,
 )
+from dafjax._native._pool import (
+    PoolExhausted as PoolExhausted,
+    StaleHandle as StaleHandle,
+    make_pool as make_pool,
+    pool_hash as pool_hash,
+)
+from dafjax._native._pool_calls import pool_get as pool_get, pool_put as pool_put
 from dafjax._native._tie import tie as tie

@@ -115,15 +115,15 @@ def unpack_affine(
 def _pack_abstract_eval(
     x: Any, seed: Any, *, bits: int, block_size: int, stochastic: bool, columns: int
 ) -> tuple[Any, Any, Any]:
-    _check_parameters("pack_affine", bits, block_size)
-    _check_dtype("pack_affine", "x", x.dtype, DTYPES)
-    _check_dtype("pack_affine", "seed", seed.dtype, (jnp.dtype(jnp.uint32),))
+    check_parameters("pack_affine", bits, block_size)
+    check_dtype("pack_affine", "x", x.dtype, DTYPES)
+    check_dtype("pack_affine", "seed", seed.dtype, (jnp.dtype(jnp.uint32),))
     if x.ndim < 1:
         raise ValueError("pack_affine: `x` must have rows, but it is a scalar.")
     if seed.shape != ():
         raise ValueError(f"pack_affine: `seed` must be a scalar, not {seed.shape}.")
     size = x.shape[-1]
-    _check_columns("pack_affine", columns, size)
+    check_columns("pack_affine", columns, size)
     num = num_blocks(size, block_size, columns)
     blocks = rows_like(x, num, jnp.dtype(jnp.bfloat16))
     words = rows_like(x, num_words(size, bits, columns), jnp.dtype(jnp.uint16))
@@ -141,12 +141,12 @@ def _unpack_abstract_eval(
     block_size: int,
     columns: int,
 ) -> Any:
-    _check_parameters("unpack_affine", bits, block_size)
-    _check_dtype("unpack_affine", "dtype", dtype, DTYPES)
-    _check_dtype("unpack_affine", "codes", codes.dtype, (jnp.dtype(jnp.uint16),))
-    _check_dtype("unpack_affine", "scale", scale.dtype, (jnp.dtype(jnp.bfloat16),))
-    _check_dtype("unpack_affine", "minimum", minimum.dtype, (jnp.dtype(jnp.bfloat16),))
-    _check_columns("unpack_affine", columns, size)
+    check_parameters("unpack_affine", bits, block_size)
+    check_dtype("unpack_affine", "dtype", dtype, DTYPES)
+    check_dtype("unpack_affine", "codes", codes.dtype, (jnp.dtype(jnp.uint16),))
+    check_dtype("unpack_affine", "scale", scale.dtype, (jnp.dtype(jnp.bfloat16),))
+    check_dtype("unpack_affine", "minimum", minimum.dtype, (jnp.dtype(jnp.bfloat16),))
+    check_columns("unpack_affine", columns, size)
     batch = codes.shape[:-1]
     blocks = (*batch, num_blocks(size, block_size, columns))
     expected = {
@@ -189,7 +189,8 @@ def _divide_unpack(codes: Any, scale: Any, minimum: Any, *after: Any) -> Divisio
     )
 
 
-def _check_parameters(function: str, bits: int, block_size: int) -> None:
+def check_parameters(function: str, bits: int, block_size: int) -> None:
+    """Raises ValueError unless there are codes of these parameters."""
     if bits not in BITS:
         raise ValueError(f"{function}: `bits` must be one of {BITS}, not {bits}.")
     if block_size not in BLOCK_SIZES:
@@ -198,7 +199,8 @@ def _check_parameters(function: str, bits: int, block_size: int) -> None:
         )
 
 
-def _check_columns(function: str, columns: int, size: int) -> None:
+def check_columns(function: str, columns: int, size: int) -> None:
+    """Raises ValueError unless a row of `size` elements has so many columns."""
     if columns < 0 or (columns > 0 and size % columns != 0):
         raise ValueError(
             f"{function}: `columns` must be 0 or divide the elements of a row, {size}, "
@@ -206,9 +208,10 @@ def _check_columns(function: str, columns: int, size: int) -> None:
         )
 
 
-def _check_dtype(
+def check_dtype(
     function: str, name: str, dtype: np.dtype, valid: Sequence[np.dtype]
 ) -> None:
+    """Raises TypeError unless a dtype is one of the valid ones."""
     if dtype not in valid:
         names = " or ".join(d.name for d in valid)
         raise TypeError(f"{function}: `{name}` must be {names}, not {dtype.name}.")

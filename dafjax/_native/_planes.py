@@ -52,7 +52,7 @@ def _plane_places(bits: int) -> list[tuple[int, int]]:
     """Returns (lowest bit in the code, width) of each plane, in stored order."""
     places = []
     shift = bits
-    for width in PLANE_WIDTHS[bits]:
+    for width in PLANE_WIDTHS[bits] if bits else ():
         shift -= width
         places.append((shift, width))
     return places

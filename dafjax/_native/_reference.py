@@ -176,11 +176,16 @@ def unpack_affine(
     bits: int,
     block_size: int,
     columns: int = 0,
+    kept_bits: int | None = None,
 ) -> Array:
-    """Decodes rows: section 2. See `dafjax._native.unpack_affine`."""
+    """Decodes rows: section 2. See `dafjax._native.unpack_affine`.
+
+    With `kept_bits`, `codes` have lost all planes but those of so many bits: section 5.
+    """
+    kept = bits if kept_bits is None else kept_bits
     codes, scale, minimum = _wait_for(after, codes, scale, minimum)
     blocks = Blocks(block_size, columns)
-    code = blocks.from_tiles(unpack_planes(codes, bits, num_tiles(size, columns)))
+    code = blocks.from_tiles(unpack_planes(codes, kept, num_tiles(size, columns)))
     padded = num_blocks(size, block_size, columns) * block_size
     code = blocks.to_blocks(_cut(_pad(code, padded), padded))
 
@@ -189,9 +194,15 @@ def unpack_affine(
     scale = fb.from_bits((scale_bits & jnp.uint32(0x7FFF)) << jnp.uint32(16))
     minimum = fb.from_bits(fb.bfloat16_bits(minimum) << jnp.uint32(16))[..., None]
 
-    special = flagged & ((code >> jnp.uint32(bits - 1)) != jnp.uint32(0))
-    mask = jnp.uint32((1 << bits) - 1) >> flagged.astype(jnp.uint32)
+    if kept == 0:
+        special = jnp.broadcast_to(flagged, code.shape)
+    else:
+        special = flagged & ((code >> jnp.uint32(kept - 1)) != jnp.uint32(0))
+    mask = jnp.uint32((1 << kept) - 1) >> flagged.astype(jnp.uint32)
     step = (code & mask).astype(jnp.int32).astype(jnp.float32)
+    if kept < bits:
+        alike = 2 ** (bits - kept)
+        step = step * jnp.float32(alike) + jnp.float32((alike - 1) / 2)
     # Halved where the product could overflow. The product is exact either way, so that
     # a fused multiply-add changes nothing, and so is doubling the sum.
     is_large = minimum <= _LARGE_MINIMUM
@@ -200,7 +211,7 @@ def unpack_affine(
     value = (minimum * shrink + step * (scale * shrink)) * grow
     value = fb.round_to(value, dtype)
 
-    value = jnp.where(special, _not_finite_value(code, bits, dtype), value)
+    value = jnp.where(special, _not_finite_value(code, kept, dtype), value)
     return _cut(blocks.from_blocks(value), size)
 
 

@@ -144,10 +144,10 @@ class Affine(AbstractCodec):
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
         self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        rows, columns = self._rows_and_columns(x.shape)
+        rows, columns = self.rows_and_columns(x.shape)
         codes, scale, minimum = pack_affine(
             to_rows(x, rows),
-            _as_seed(seed),
+            as_seed(seed),
             bits=self.bits,
             block_size=self.block_size,
             stochastic=self.rounding == "stochastic",
@@ -159,7 +159,7 @@ class Affine(AbstractCodec):
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
         self.check(like)
-        rows, columns = self._rows_and_columns(like.shape)
+        rows, columns = self.rows_and_columns(like.shape)
         unpacked = unpack_affine(
             packed.codes,
             packed.scale,
@@ -175,7 +175,7 @@ class Affine(AbstractCodec):
 
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)
-        (*count, size), columns = self._rows_and_columns(like.shape)
+        (*count, size), columns = self.rows_and_columns(like.shape)
         words = num_words(size, self.bits, columns)
         blocks = num_blocks(size, self.block_size, columns)
         return math.prod(count) * (2 * words + 4 * blocks)
@@ -189,7 +189,7 @@ class Affine(AbstractCodec):
             return False
         return num_positions(rows_of(shape)[-1], shape[-1]) >= self.block_size
 
-    def _rows_and_columns(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    def rows_and_columns(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """Returns the shape as rows, and the columns of blocks; 0 for row blocks."""
         rows = rows_of(shape)
         if self.blocks == "columns" and len(shape) > 1:
@@ -219,7 +219,7 @@ def _check_choice(
         )
 
 
-def _as_seed(seed: int | Array) -> Array:
+def as_seed(seed: int | Array) -> Array:
     """Returns a seed as a uint32 scalar."""
     if not isinstance(seed, int):
         if seed.dtype != jnp.uint32 or seed.shape != ():

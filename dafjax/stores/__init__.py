@@ -1,5 +1,12 @@
 """Places where packed residuals wait for the backward pass."""
 
+from dafjax._native import PoolExhausted as PoolExhausted, StaleHandle as StaleHandle
 from dafjax.stores._abstract import AbstractStore as AbstractStore
 from dafjax.stores._arrays import Arrays as Arrays
+from dafjax.stores._growth import (
+    AdaptiveGrowth as AdaptiveGrowth,
+    FixedGrowth as FixedGrowth,
+)
 from dafjax.stores._host import Host as Host
+from dafjax.stores._page_pool import PagePool as PagePool
+from dafjax.stores._pool_stats import PoolStats as PoolStats, SiteStats as SiteStats

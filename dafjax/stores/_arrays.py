@@ -4,6 +4,7 @@ import dataclasses
 from typing import final
 
 from dafjax._typing import ArrayTree
+from dafjax.codecs import AbstractCodec
 from dafjax.stores._abstract import AbstractStore
 
 
@@ -15,6 +16,11 @@ class Arrays(AbstractStore):
     Pure, batchable and shardable; nothing can leak. The number of bits is part of the
     compiled program.
     """
+
+    def codec(
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+    ) -> AbstractCodec:
+        return wanted
 
     def put(self, packed: ArrayTree) -> ArrayTree:
         return packed

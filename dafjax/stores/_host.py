@@ -6,6 +6,7 @@ from typing import final
 import jax
 
 from dafjax._typing import ArrayTree
+from dafjax.codecs import AbstractCodec
 from dafjax.stores._abstract import AbstractStore
 
 
@@ -27,6 +28,11 @@ class Host(AbstractStore):
         >>> jax.jit(jax.grad(offloaded))(w, x).shape
         (256, 256)
     """
+
+    def codec(
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+    ) -> AbstractCodec:
+        return wanted
 
     def put(self, packed: ArrayTree) -> ArrayTree:
         return jax.device_put(packed, jax.memory.Space.Host)

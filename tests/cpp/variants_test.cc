@@ -2,6 +2,7 @@
 // a grid of lengths, columns, widths, block sizes, roundings, dtypes and kinds of data.
 // Prints one hash of all bytes: it is the same on every machine.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,7 @@
 #include "cpu/batch.h"
 #include "cpu/instruction_sets.h"
 #include "cpu/kernels.h"
+#include "cpu/paged_words.h"
 #include "cpu/work.h"
 #include "format/affine.h"
 #include "format/columns.h"
@@ -166,6 +168,17 @@ struct Packed {
     return codes == other.codes && scale == other.scale && minimum == other.minimum;
   }
 
+  PiecesOfCodes<uint8_t> Pieces() {
+    return {reinterpret_cast<uint8_t*>(codes.data()),
+            reinterpret_cast<uint8_t*>(scale.data()),
+            reinterpret_cast<uint8_t*>(minimum.data())};
+  }
+  PiecesOfCodes<const uint8_t> Pieces() const {
+    return {reinterpret_cast<const uint8_t*>(codes.data()),
+            reinterpret_cast<const uint8_t*>(scale.data()),
+            reinterpret_cast<const uint8_t*>(minimum.data())};
+  }
+
   std::vector<uint16_t> codes, scale, minimum;
 };
 
@@ -180,8 +193,7 @@ Packed Pack(const Kernels& kernels, const AffineShape& shape, const Rounding& ro
   Packed packed(shape);
   const TestThreads threads(num_threads);
   PackAffine(kernels, shape, rounding, x,
-             {packed.codes.data(), packed.scale.data(), packed.minimum.data()},
-             threads.helpers());
+             Contiguous(shape, shape.bits, packed.Pieces()), threads.helpers());
   return packed;
 }
 
@@ -191,8 +203,8 @@ std::vector<uint8_t> Unpack(const Kernels& kernels, const AffineShape& shape,
                          ElementNbytes(shape.type));
   const TestThreads threads(num_threads);
   UnpackAffine(kernels, shape,
-               {packed.codes.data(), packed.scale.data(), packed.minimum.data()},
-               y.data(), threads.helpers());
+               Contiguous(shape, shape.bits, packed.Pieces()), y.data(),
+               threads.helpers());
   return y;
 }
 
@@ -363,6 +375,171 @@ void TestColumns(const std::vector<const Kernels*>& variants, Random* random, Ha
   }
 }
 
+// An array of words in pages that lie in memory in another order, with gaps.
+class Pages {
+ public:
+  Pages(int64_t num_words, int page_shift, int64_t first)
+      : page_shift_(page_shift), first_(first) {
+    const int64_t page_words = int64_t{1} << page_shift;
+    const int64_t num_pages = CeilDiv(first + num_words, page_words);
+    memory_.assign(num_pages * (page_words + 1), 0xbead);
+    for (int64_t p = num_pages; p-- > 0;) {
+      pages_.push_back(
+          reinterpret_cast<uint8_t*>(memory_.data() + p * (page_words + 1)));
+    }
+  }
+
+  PagedWords<uint8_t> words() const { return {pages_.data(), page_shift_, first_}; }
+  PagedWords<const uint8_t> const_words() const {
+    return {pages_.data(), page_shift_, first_};
+  }
+
+ private:
+  int page_shift_;
+  int64_t first_;
+  std::vector<uint16_t> memory_;
+  std::vector<uint8_t*> pages_;
+};
+
+// The batch in pages of one or two tiles and of eight scales, as a pool may have it: the
+// planes of all rows one after another.
+class PagedBatch {
+ public:
+  explicit PagedBatch(const AffineShape& shape)
+      : shape_(shape),
+        scale_(shape.num_rows * shape.NumBlocks(), 3, 5),
+        minimum_(shape.num_rows * shape.NumBlocks(), 3, 0) {
+    const Planes layout = PlanesOf(shape.bits);
+    for (int i = 0; i < layout.count; ++i) {
+      const int width = layout.widths[i];
+      planes_.emplace_back(WordsOfTiles(shape.num_rows * shape.NumTiles(), width),
+                           5 + i % 2 + (width == 1 ? 0 : width == 2 ? 1 : 2), 0);
+    }
+  }
+
+  AffineCodes Places(int kept_bits) const {
+    AffineCodes places = {};
+    Fill(kept_bits, &Pages::words, &places);
+    return places;
+  }
+  ConstAffineCodes ConstPlaces(int kept_bits) const {
+    ConstAffineCodes places = {};
+    Fill(kept_bits, &Pages::const_words, &places);
+    return places;
+  }
+
+  Packed Gather() const {
+    Packed packed(shape_);
+    const Planes layout = PlanesOf(shape_.bits);
+    uint16_t* codes = packed.codes.data();
+    for (int64_t row = 0; row < shape_.num_rows; ++row) {
+      for (int i = 0; i < layout.count; ++i) {
+        const int64_t words = WordsOfTiles(shape_.NumTiles(), layout.widths[i]);
+        for (int64_t w = 0; w < words; ++w) {
+          *codes++ = *planes_[i].words().At(row * words + w);
+        }
+      }
+    }
+    for (size_t b = 0; b < packed.scale.size(); ++b) {
+      packed.scale[b] = *scale_.words().At(b);
+      packed.minimum[b] = *minimum_.words().At(b);
+    }
+    return packed;
+  }
+
+ private:
+  template <typename Words, typename Places>
+  void Fill(int kept_bits, Words words, Places* places) const {
+    places->kept_bits = kept_bits;
+    for (int i = 0; i < PlanesOf(kept_bits).count; ++i) {
+      places->planes[i] = (planes_[i].*words)();
+      places->words_per_row[i] =
+          WordsOfTiles(shape_.NumTiles(), PlanesOf(kept_bits).widths[i]);
+    }
+    places->scale = (scale_.*words)();
+    places->minimum = (minimum_.*words)();
+  }
+
+  AffineShape shape_;
+  std::vector<Pages> planes_;
+  Pages scale_, minimum_;
+};
+
+// Pages change no byte, and without planes scales and minima are the same.
+void TestPages(const Kernels& kernels, const AffineShape& shape, Kind kind,
+               Random* random) {
+  const std::vector<uint8_t> values =
+      MakeValues(kind, shape.type, shape.num_rows * shape.row_elements, random);
+  const uint8_t* x = values.data() + ElementNbytes(shape.type);
+  const Rounding rounding = {true, random->Next()};
+  const Packed packed = Pack(kernels, shape, rounding, x, 1);
+  const PagedBatch paged(shape);
+  PackAffine(kernels, shape, rounding, x, paged.Places(shape.bits), {});
+  CHECK(paged.Gather() == packed);
+
+  const PagedBatch only_parameters(shape);
+  PackAffine(kernels, shape, rounding, x, only_parameters.Places(0), {});
+  Packed parameters = packed;
+  std::fill(parameters.codes.begin(), parameters.codes.end(), uint16_t{0xbead});
+  CHECK(only_parameters.Gather() == parameters);
+
+  std::vector<uint8_t> y(values.size() - ElementNbytes(shape.type));
+  UnpackAffine(kernels, shape, paged.ConstPlaces(shape.bits), y.data(), {});
+  CHECK(y == Unpack(kernels, shape, packed, 1));
+
+  // What is left after planes are lost decodes as by the scalar kernels.
+  for (int kept_bits = 0; kept_bits < shape.bits; ++kept_bits) {
+    if (!IsPrefix(kept_bits, shape.bits)) continue;
+    std::vector<uint8_t> left(y.size());
+    UnpackAffine(kernels, shape, paged.ConstPlaces(kept_bits), left.data(), {});
+    std::vector<uint8_t> expected(y.size());
+    UnpackAffine(*InstructionSets().back(), shape, paged.ConstPlaces(kept_bits),
+                 expected.data(), {});
+    CHECK(left == expected);
+  }
+}
+
+void TestPages(const std::vector<const Kernels*>& variants) {
+  Random random;
+  int turn = 0;
+  for (const Kernels* kernels : variants) {
+    for (int k = 0; k < kNumKinds; ++k) {
+      for (const int bits : kWidths) {
+        for (const int64_t columns : {0, 3, 96}) {
+          for (const int64_t n : {0, 96, 2016, 9024}) {
+            const AffineShape shape = {kTypes[turn % 3], bits, kBlockSizes[turn % 5],
+                                       1 + turn % 3,     n,    columns};
+            TestPages(*kernels, shape, static_cast<Kind>(k), &random);
+            ++turn;
+          }
+        }
+      }
+    }
+  }
+}
+
+// 0, 1, 2, 3 at two bits: without the lower bits 0.5 and 2.5, without any 1.5. With a
+// value that is not finite, and no bits, nothing is known.
+void TestKnownRest(const Kernels& kernels) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  std::vector<float> x(128, 3.0f);
+  for (int e = 0; e < 4; ++e) x[e] = x[64 + e] = static_cast<float>(e);
+  x[127] = infinity;
+  const AffineShape shape = {FloatType::kFloat32, 2, 64, 1, 128};
+  const PagedBatch paged(shape);
+  PackAffine(kernels, shape, {false, 0}, x.data(), paged.Places(2), {});
+  std::vector<float> y(128);
+  UnpackAffine(kernels, shape, paged.ConstPlaces(1), y.data(), {});
+  // The flagged block has one bit for finite values: 0 or 3, of which none is left.
+  const float expected[] = {0.5f, 0.5f, 2.5f, 2.5f, 1.5f, 1.5f, 1.5f, 1.5f};
+  for (int e = 0; e < 4; ++e) {
+    CHECK(y[e] == expected[e] && y[64 + e] == expected[4 + e]);
+  }
+  CHECK(y[127] != y[127]);
+  UnpackAffine(kernels, shape, paged.ConstPlaces(0), y.data(), {});
+  for (int e = 0; e < 64; ++e) CHECK(y[e] == 1.5f && y[64 + e] != y[64 + e]);
+}
+
 // The caller finishes alone when no helper ever starts, and late helpers do nothing.
 void TestHelpersThatNeverStart() {
   std::vector<std::function<void()>> late;
@@ -384,6 +561,7 @@ int Main() {
     TestKnownRow(*kernels);
     TestKnownFlaggedRow(*kernels);
     TestKnownColumns(*kernels);
+    TestKnownRest(*kernels);
   }
   int kind = 0;
   for (int64_t n = 0; n <= 2 * kTileElements + 1; ++n) {
@@ -421,6 +599,7 @@ int Main() {
   }
   TestBitmask(variants, 3, 5000, &random, &hash);
   TestColumns(variants, &random, &hash);
+  TestPages(variants);
   std::fprintf(stderr, "instruction sets:");
   for (const Kernels* kernels : variants) std::fprintf(stderr, " %s", kernels->name);
   std::fprintf(stderr, "\n");

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cpu/paged_words.h"
 #include "format/affine.h"
 #include "format/columns.h"
 #include "format/packed.h"
@@ -48,19 +49,6 @@ struct PanelLayout {
   int64_t lanes = 0;  // of all panels but those at the right edge
 };
 
-// A batch of rows, encoded or to be encoded. Pointers are to the start of the batch.
-struct AffineCodes {
-  uint16_t* codes;    // [num_rows, shape.NumWords()]
-  uint16_t* scale;    // [num_rows, shape.NumBlocks()], bfloat16
-  uint16_t* minimum;  // as `scale`
-};
-
-struct ConstAffineCodes {
-  const uint16_t* codes;
-  const uint16_t* scale;
-  const uint16_t* minimum;
-};
-
 struct Rounding {
   bool stochastic;
   uint32_t seed;  // unused if not stochastic
@@ -68,7 +56,8 @@ struct Rounding {
 
 // The kernels of one instruction set. All sets give the same bytes. Groups, panels and
 // tiles are counted over all rows: group `g` belongs to row
-// `g / NumGroups(row_elements)`. Callers hold a FlushSubnormals. Arrays need no alignment beyond that of their elements.
+// `g / NumGroups(row_elements)`. Callers hold a FlushSubnormals. Arrays need no alignment
+// beyond that of their elements.
 struct Kernels {
   const char* name;
 

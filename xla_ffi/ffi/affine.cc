@@ -67,22 +67,17 @@ ffi::Error PackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer x,
   const ffi::ErrorOr<AffineShape> shape =
       CheckAffine(call, "x", x, *codes, *scale, *minimum, bits, block_size, columns);
   if (shape.has_error()) return shape.error();
-  if (stochastic != 0 && stochastic != 1) {
-    return InvalidArgument(
-        call, "stochastic (" + std::to_string(stochastic) + ") must be 0 or 1.");
-  }
-  if (seed.element_type() != ffi::DataType::U32 || seed.dimensions().size() != 0) {
-    return InvalidArgument(call, "seed must be a uint32 scalar, but its dimensions are " +
-                                     DimensionsToString(seed.dimensions()) + ".");
+  if (ffi::Error error = CheckRounding(call, stochastic, seed); error.failure()) {
+    return error;
   }
 
-  const AffineCodes packed = {static_cast<uint16_t*>(codes->untyped_data()),
-                              static_cast<uint16_t*>(scale->untyped_data()),
-                              static_cast<uint16_t*>(minimum->untyped_data())};
+  const PiecesOfCodes<uint8_t> packed = {static_cast<uint8_t*>(codes->untyped_data()),
+                                         static_cast<uint8_t*>(scale->untyped_data()),
+                                         static_cast<uint8_t*>(minimum->untyped_data())};
   const Rounding rounding = {stochastic == 1,
                              *static_cast<const uint32_t*>(seed.untyped_data())};
-  PackAffine(BestKernels(), *shape, rounding, x.untyped_data(), packed,
-             HelpersOf(pool));
+  PackAffine(BestKernels(), *shape, rounding, x.untyped_data(),
+             Contiguous(*shape, shape->bits, packed), HelpersOf(pool));
   return ffi::Error::Success();
 }
 
@@ -95,11 +90,12 @@ ffi::Error UnpackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer codes,
       "unpack_affine", "y", *y, codes, scale, minimum, bits, block_size, columns);
   if (shape.has_error()) return shape.error();
 
-  const ConstAffineCodes packed = {
-      static_cast<const uint16_t*>(codes.untyped_data()),
-      static_cast<const uint16_t*>(scale.untyped_data()),
-      static_cast<const uint16_t*>(minimum.untyped_data())};
-  UnpackAffine(BestKernels(), *shape, packed, y->untyped_data(), HelpersOf(pool));
+  const PiecesOfCodes<const uint8_t> packed = {
+      static_cast<const uint8_t*>(codes.untyped_data()),
+      static_cast<const uint8_t*>(scale.untyped_data()),
+      static_cast<const uint8_t*>(minimum.untyped_data())};
+  UnpackAffine(BestKernels(), *shape, Contiguous(*shape, shape->bits, packed),
+               y->untyped_data(), HelpersOf(pool));
   return ffi::Error::Success();
 }
 

@@ -87,6 +87,19 @@ ffi::Error CheckColumns(const std::string& call, int64_t columns,
                                    std::to_string(row_elements) + ").");
 }
 
+ffi::Error CheckRounding(const std::string& call, int64_t stochastic,
+                         const ffi::AnyBuffer& seed) {
+  if (stochastic != 0 && stochastic != 1) {
+    return InvalidArgument(
+        call, "stochastic (" + std::to_string(stochastic) + ") must be 0 or 1.");
+  }
+  if (seed.element_type() != ffi::DataType::U32 || seed.dimensions().size() != 0) {
+    return InvalidArgument(call, "seed must be a uint32 scalar, but its dimensions are " +
+                                     DimensionsToString(seed.dimensions()) + ".");
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error CheckBuffer(const std::string& call, const char* name,
                        const ffi::AnyBuffer& buffer, ffi::DataType dtype,
                        const char* dtype_name, const ffi::AnyBuffer& like,

@@ -30,6 +30,9 @@ xla::ffi::Error CheckCode(const std::string& call, int64_t bits, int64_t block_s
 xla::ffi::Error CheckColumns(const std::string& call, int64_t columns,
                              int64_t row_elements);
 
+xla::ffi::Error CheckRounding(const std::string& call, int64_t stochastic,
+                              const xla::ffi::AnyBuffer& seed);
+
 // `buffer` has `dtype`, the dimensions of `like` but the last, and `last` there.
 xla::ffi::Error CheckBuffer(const std::string& call, const char* name,
                             const xla::ffi::AnyBuffer& buffer,

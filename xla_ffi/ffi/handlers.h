@@ -24,6 +24,19 @@ XLA_FFI_Error* dafjax_pack_bitmask(XLA_FFI_CallFrame* call_frame);
 // words; then any operands, which are not read -> y [*batch, n] bool
 XLA_FFI_Error* dafjax_unpack_bitmask(XLA_FFI_CallFrame* call_frame);
 
+// x [*batch, m, n] float32, bfloat16 or float16; seed [] uint32
+//   -> handle [*batch, 4] uint32: of each batch of rows [m, n], one entry in a page pool
+// attributes: pool and site, hashes of names; max_bits, block_size, columns, stochastic
+// (0 or 1), int64. How many bits a code has, max_bits at most, is the pool's to say.
+XLA_FFI_Error* dafjax_pool_put(XLA_FFI_CallFrame* call_frame);
+
+// handle; then any operands, which are not read
+//   -> y [*batch, m, n] float32, bfloat16 or float16. A handle of zeros, as JAX makes them
+//      for branches that are not taken, is that of zeros.
+// attributes: pool, reads, block_size, columns, int64. A backward pass makes `reads` calls
+// for an entry; 0: that is unknown.
+XLA_FFI_Error* dafjax_pool_get(XLA_FFI_CallFrame* call_frame);
+
 // Any operands -> the same values. Each result normally shares the operand's memory.
 XLA_FFI_Error* dafjax_tie(XLA_FFI_CallFrame* call_frame);
 

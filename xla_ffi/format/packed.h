@@ -38,13 +38,24 @@ constexpr bool IsCodeWidth(int64_t bits) {
   return bits == 1 || bits == 2 || bits == 3 || bits == 4 || bits == 8;
 }
 
-// Requires IsCodeWidth(bits).
+// Requires IsCodeWidth(bits), or no bits.
 constexpr Planes PlanesOf(int bits) {
-  return bits == 1   ? Planes{1, {1, 0, 0, 0}}
+  return bits == 0   ? Planes{0, {0, 0, 0, 0}}
+         : bits == 1 ? Planes{1, {1, 0, 0, 0}}
          : bits == 2 ? Planes{2, {1, 1, 0, 0}}
          : bits == 3 ? Planes{3, {1, 1, 1, 0}}
          : bits == 4 ? Planes{3, {1, 1, 2, 0}}
                      : Planes{4, {1, 1, 2, 4}};
+}
+
+// Whether codes of `bits` bits may lose planes until `kept_bits` are left.
+// Requires IsCodeWidth(bits).
+constexpr bool IsPrefix(int64_t kept_bits, int64_t bits) {
+  const Planes planes = PlanesOf(static_cast<int>(bits));
+  for (int i = 0; i <= planes.count; ++i) {
+    if (planes.Above(i) == kept_bits) return true;
+  }
+  return false;
 }
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return a / b + (a % b != 0); }
@@ -71,6 +82,7 @@ constexpr int64_t PlaneOffset(int bits, int index, int64_t num_tiles, int64_t ti
 }
 
 static_assert(NumWords(0, 8) == 0 && NumWords(1, 3) == 96 && NumWords(513, 2) == 128);
+static_assert(IsPrefix(0, 1) && IsPrefix(4, 8) && !IsPrefix(3, 8) && !IsPrefix(4, 3));
 static_assert(PlanesOf(8).Above(3) + PlanesOf(8).widths[3] == 8);
 
 }  // namespace dafjax

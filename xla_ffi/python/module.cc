@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -22,6 +23,7 @@
 #include "format/columns.h"
 #include "format/float_type.h"
 #include "format/packed.h"
+#include "python/pool.h"
 
 namespace dafjax {
 namespace {
@@ -40,6 +42,8 @@ py::dict Handlers() {
   handlers["dafjax_unpack_affine"] = capsule(dafjax_unpack_affine);
   handlers["dafjax_pack_bitmask"] = capsule(dafjax_pack_bitmask);
   handlers["dafjax_unpack_bitmask"] = capsule(dafjax_unpack_bitmask);
+  handlers["dafjax_pool_put"] = capsule(dafjax_pool_put);
+  handlers["dafjax_pool_get"] = capsule(dafjax_pool_get);
   handlers["dafjax_tie"] = capsule(dafjax_tie);
   return handlers;
 }
@@ -154,13 +158,16 @@ std::tuple<Array16, Array16, Array16> PackAffineNow(
   Array16 codes({shape.num_rows, shape.NumWords()});
   Array16 scale({shape.num_rows, blocks});
   Array16 minimum({shape.num_rows, blocks});
-  const AffineCodes packed = {codes.mutable_data(), scale.mutable_data(),
-                              minimum.mutable_data()};
+  const PiecesOfCodes<uint8_t> packed = {
+      reinterpret_cast<uint8_t*>(codes.mutable_data()),
+      reinterpret_cast<uint8_t*>(scale.mutable_data()),
+      reinterpret_cast<uint8_t*>(minimum.mutable_data())};
   const void* data = x.data();
   {
     const py::gil_scoped_release release;
     const OwnThreads threads(num_threads);
-    PackAffine(kernels, shape, {stochastic, seed}, data, packed, threads.helpers());
+    PackAffine(kernels, shape, {stochastic, seed}, data,
+               Contiguous(shape, bits, packed), threads.helpers());
   }
   return {std::move(codes), std::move(scale), std::move(minimum)};
 }
@@ -169,25 +176,35 @@ py::array UnpackAffineNow(const std::string& instruction_set, const Array16& cod
                           const Array16& scale, const Array16& minimum,
                           int64_t row_elements, int bits, int64_t block_size,
                           const std::string& dtype, int64_t num_threads,
-                          int64_t columns) {
+                          int64_t columns, std::optional<int> kept) {
   const Kernels& kernels = KernelsNamed(instruction_set);
   const FloatType type = FloatTypeNamed(dtype);
   CheckCode(bits, block_size);
+  const int kept_bits = kept.value_or(bits);
+  if (!IsPrefix(kept_bits, bits)) {
+    throw py::value_error("`kept_bits` must be what planes of codes of " +
+                          std::to_string(bits) + " bits begin with, but got " +
+                          std::to_string(kept_bits) + ".");
+  }
   if (row_elements < 0) throw py::value_error("`row_elements` must not be negative.");
   if (codes.ndim() != 2) throw py::value_error("`codes` must have two dimensions.");
   const int64_t num_rows = codes.shape(0);
   CheckColumns(columns, row_elements);
   const AffineShape shape = {type, bits, block_size, num_rows, row_elements, columns};
-  CheckShape("codes", codes, num_rows, shape.NumWords());
+  CheckShape("codes", codes, num_rows, WordsOfTiles(shape.NumTiles(), kept_bits));
   CheckShape("scale", scale, num_rows, shape.NumBlocks());
   CheckShape("minimum", minimum, num_rows, shape.NumBlocks());
   py::array y(StorageOf(type), std::vector<int64_t>{num_rows, row_elements});
-  const ConstAffineCodes packed = {codes.data(), scale.data(), minimum.data()};
+  const PiecesOfCodes<const uint8_t> packed = {
+      reinterpret_cast<const uint8_t*>(codes.data()),
+      reinterpret_cast<const uint8_t*>(scale.data()),
+      reinterpret_cast<const uint8_t*>(minimum.data())};
   void* data = y.mutable_data();
   {
     const py::gil_scoped_release release;
     const OwnThreads threads(num_threads);
-    UnpackAffine(kernels, shape, packed, data, threads.helpers());
+    UnpackAffine(kernels, shape, Contiguous(shape, kept_bits, packed), data,
+                 threads.helpers());
   }
   return y;
 }
@@ -258,8 +275,9 @@ PYBIND11_MODULE(_cpu, m) {
         py::arg("codes").noconvert(), py::arg("scale").noconvert(),
         py::arg("minimum").noconvert(), py::arg("row_elements"), py::arg("bits"),
         py::arg("block_size"), py::arg("dtype") = "float32", py::arg("num_threads") = 1,
-        py::arg("columns") = 0,
-        "The inverse of `pack_affine`. Returns [rows, row_elements].");
+        py::arg("columns") = 0, py::arg("kept_bits") = py::none(),
+        "The inverse of `pack_affine`. Of codes that have lost planes, `kept_bits` are "
+        "left. Returns [rows, row_elements].");
   m.def("pack_bitmask", &PackBitmaskNow, py::arg("instruction_set"),
         py::arg("x").noconvert(), py::arg("num_threads") = 1,
         "Packs rows of booleans into uint16 words.");
@@ -269,6 +287,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("read_bandwidth_pass", &ReadBandwidthPass, py::arg("array").noconvert(),
         py::arg("num_threads") = 1,
         "Sums a float32 array: as fast as memory can be read.");
+  AddPool(m);
 }
 
 }  // namespace

@@ -1,0 +1,240 @@
+"""Memory and time of a step with residuals in a page pool, against arrays.
+
+Both keep the same residuals with the same bits: their gradients are equal, bit for bit.
+
+Examples:
+    python -m benchmarks.pool_step
+    python -m benchmarks.pool_step --networks gpt2 --rounds 15 --clock cpu
+"""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, final
+
+import jax
+import rich.table
+import tyro
+
+import dafjax
+from benchmarks import training, transformer_memory
+from benchmarks.environment import RESULTS, describe_environment, write_result
+from benchmarks.harness import Check, Contender, Timing, compare
+from benchmarks.methods import Method
+from benchmarks.tables import make_console, make_table
+from dafjax.stores import AbstractStore, Arrays, PagePool
+from models import memory
+
+
+Network = Literal["resnet18", "gpt2"]
+Record = dict[str, Any]
+ArrayTree = Any
+
+_ARRAYS, _POOL = "arrays", "pool"
+_CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    networks: tuple[Network, ...] = ("resnet18", "gpt2")
+    """The training step of a ResNet-18, the gradient of a GPT-2."""
+    images: tuple[int, ...] = (64, 256)
+    """Images in a step of the ResNet-18; the first is timed."""
+    sequences: int = 4
+    """Sequences of the GPT-2."""
+    length: int = 256
+    """Tokens of a sequence."""
+    layers: int = 12
+    """Blocks of the GPT-2."""
+    width: int = 64
+    """Filters of the first stage of the ResNet-18; the GPT-2 has 12 times as many
+    channels."""
+    bits: int = 2
+    """Bits of a code, in the pool as in arrays."""
+    rounds: int = 9
+    """Interleaved rounds; 0: no step is timed."""
+    clock: Literal["wall", "cpu"] = "wall"
+    """cpu counts the processor time of this process, for a machine that is busy: it
+    does not see waiting, be it for others or for threads."""
+    out: pathlib.Path = RESULTS / "pool_step.json"
+    """The file to write."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step of one size, for both stores.
+
+    Attributes:
+        network: What is trained.
+        size: What is in a step, as in tables.
+        make: Compiles the step for a store; also returns a function that runs it.
+    """
+
+    network: Network
+    size: str
+    make: Callable[[AbstractStore], tuple[jax.stages.Compiled, Callable[[], ArrayTree]]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        description=__doc__,
+        prog="python -m benchmarks.pool_step",
+    )
+    console = make_console()
+    environment = describe_environment()
+    records = []
+    for network in options.networks:
+        for i, step in enumerate(steps_of(network, options)):
+            records.append(measure(step, options.rounds if i == 0 else 0, options))
+    console.print(_memory_table(records))
+    console.print(_time_table(records))
+    write_result(
+        options.out,
+        environment,
+        {"options": dataclasses.asdict(options), "steps": records},
+    )
+    console.print(f"Written to {options.out}.", markup=False)
+
+
+def steps_of(network: Network, options: Options) -> list[Step]:
+    """Returns the steps of a network that are measured."""
+    if network == "resnet18":
+        return [
+            Step(
+                network,
+                f"{batch} images",
+                functools.partial(_resnet_step, batch=batch, options=options),
+            )
+            for batch in options.images
+        ]
+    size = f"{options.sequences} x {options.length} tokens"
+    return [Step(network, size, functools.partial(_gpt2_step, options=options))]
+
+
+def measure(step: Step, rounds: int, options: Options) -> Record:
+    """Measures memory, and in `rounds` rounds the time, of a step with both stores."""
+    # A name for each: what is compiled finds its pool by name.
+    with PagePool(name=f"{step.network} {step.size}") as pool:
+        compiled, run = {}, {}
+        for name, store in ((_ARRAYS, Arrays()), (_POOL, pool)):
+            compiled[name], run[name] = step.make(store)
+        timings: dict[str, Timing] = {}
+        if rounds > 0:
+            contenders = {
+                name: Contender(run=take_step, checks={"equal": Check(tolerance=0.0)})
+                for name, take_step in run.items()
+            }
+            timings = compare(
+                contenders,
+                baseline=_ARRAYS,
+                rounds=rounds,
+                clock=_CLOCKS[options.clock],
+            )
+        else:
+            jax.block_until_ready(run[_POOL]())
+        stats = pool.stats()
+    temp = {name: memory.temp_nbytes(program) for name, program in compiled.items()}
+    return {
+        "network": step.network,
+        "size": step.size,
+        "temp_nbytes": temp,
+        "pool_peak_nbytes": stats.peak_nbytes,
+        "pool_committed_nbytes": stats.peak_committed_nbytes,
+        "memory_ratio": (temp[_POOL] + stats.peak_committed_nbytes) / temp[_ARRAYS],
+        "time": {name: dataclasses.asdict(t) for name, t in timings.items()},
+    }
+
+
+def _method(store: AbstractStore, options: Options) -> Method:
+    return Method(
+        f"{type(store).__name__}, {options.bits} bits",
+        wrap_loss=functools.partial(
+            dafjax.remat_compress, bits=options.bits, store=store
+        ),
+    )
+
+
+def _resnet_step(
+    store: AbstractStore, *, batch: int, options: Options
+) -> tuple[jax.stages.Compiled, Callable[[], ArrayTree]]:
+    workload = training.Workload(_method(store, options), batch, options.width)
+    compiled = workload.compile()
+    return compiled, workload.stepper(compiled)
+
+
+def _gpt2_step(
+    store: AbstractStore, *, options: Options
+) -> tuple[jax.stages.Compiled, Callable[[], ArrayTree]]:
+    size = transformer_memory.Options(
+        layers=options.layers,
+        width=12 * options.width,
+        batch=options.sequences,
+        length=options.length,
+    )
+    workload = dataclasses.replace(
+        size.workload("compress", scan=False), method=_method(store, options)
+    )
+    compiled = workload.compile()
+    variables = jax.jit(workload.init)(jax.random.key(0))
+    tokens = jax.random.randint(
+        jax.random.key(1), (size.batch, size.length), 0, size.vocabulary
+    )
+    return compiled, lambda: compiled(*variables, tokens)
+
+
+def _memory_table(records: Sequence[Record]) -> rich.table.Table:
+    return make_table(
+        "Memory of a step",
+        left=("Network", "Size"),
+        right=("Arrays: temp MB", "Pool: temp MB", "Pool MB", "Pool / arrays"),
+        rows=[
+            (
+                record["network"],
+                record["size"],
+                _megabytes(record["temp_nbytes"][_ARRAYS]),
+                _megabytes(record["temp_nbytes"][_POOL]),
+                _megabytes(record["pool_committed_nbytes"]),
+                f"{record['memory_ratio']:.3f}",
+            )
+            for record in records
+        ],
+    )
+
+
+def _time_table(records: Sequence[Record]) -> rich.table.Table:
+    return make_table(
+        "Time of a step",
+        left=("Network", "Size"),
+        right=("Arrays: seconds", "Pool: seconds", "Pool / arrays"),
+        rows=[
+            (
+                record["network"],
+                record["size"],
+                _spread(record["time"][_ARRAYS]["seconds"]),
+                _spread(record["time"][_POOL]["seconds"]),
+                _spread(record["time"][_POOL]["ratio"]),
+            )
+            for record in records
+            if record["time"]
+        ],
+    )
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f}"
+
+
+def _spread(spread: Record) -> str:
+    return f"{spread['median']:.3f} ±{spread['mad']:.3f}"
+
+
+if __name__ == "__main__":
+    main()

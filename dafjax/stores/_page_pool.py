@@ -1,0 +1,214 @@
+"""A pool of pages as a store: control, limits and statistics."""
+
+import fnmatch
+import itertools
+import types
+from typing import Any, Self, final
+
+from dafjax._native import make_pool, pool_hash
+from dafjax._nbytes import parse_nbytes, readable
+from dafjax._typing import ArrayTree
+from dafjax.codecs import AbstractCodec, Affine
+from dafjax.stores._abstract import AbstractStore
+from dafjax.stores._growth import AdaptiveGrowth, Growth
+from dafjax.stores._pool_stats import UNLIMITED, PoolStats, pool_stats
+from dafjax.stores._pooled_affine import PooledAffine
+
+
+@final
+class PagePool(AbstractStore):
+    """Keeps packed residuals in pages of 64 KiB, within a budget set at run time.
+
+    Bits are run-time data: neither a new budget nor other bits compile anything anew.
+    When the budget leaves no room, the least important residual loses its last plane
+    (8, 4, 2, 1 bit, at the end its block means), and the step goes on.
+
+    Residuals live until the execution that put them is over; their pages are then
+    reused. A gradient that is computed in another execution than its forward pass may
+    find its residuals gone, and says so: `StaleHandle`.
+
+    Residuals in affine codes of 1, 2, 4 or 8 bits wait in the pool; the bits of their
+    codec are the most that they get. All others (bit masks, the places of maxima, what
+    is kept as it is, codes of 3 bits) are ordinary arrays of the program, as in
+    `Arrays()`. Programs that XLA divides among devices, and other platforms than CPUs,
+    are refused.
+
+    A pool is known to compiled programs by its name, so that a program that is cached
+    on disk finds the pool of that name in another process.
+
+    Example:
+        >>> import dafjax
+        >>> with dafjax.stores.PagePool("64MiB", name="example") as pool:
+        ...     pool.budget = "32MiB"
+        ...     pool.stats().live_entries
+        0
+    """
+
+    def __init__(
+        self,
+        budget: int | str | None = None,
+        *,
+        growth: Growth = AdaptiveGrowth(),  # noqa: B008  (frozen)
+        executions_in_flight: int = 1,
+        backward_once: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """Makes an empty pool.
+
+        Args:
+            budget: The most memory that it takes, in bytes or as text (`"64MiB"`); None
+                for as much as the system has.
+            growth: How it grows: `AdaptiveGrowth` or `FixedGrowth`.
+            executions_in_flight: An execution is over when so many newer ones have
+                started on its device. More than 1 where several threads dispatch, or
+                where a backward pass is an execution of its own.
+            backward_once: Whether residuals are freed, and their memory given back, as
+                soon as the backward pass is done with them. Then the pool is all but
+                empty when XLA needs the most, and a loop over micro-batches in one
+                program needs the pool of one. A second backward pass of the same
+                forward pass, as by calling a pullback twice, fails and says so.
+            name: What compiled programs find it by; by default from the order in which
+                pools are made.
+
+        Raises:
+            ValueError: An argument is out of range, or a pool in use has the name.
+            LibraryError: The compiled library is missing or does not fit jaxlib.
+        """
+        if (
+            isinstance(executions_in_flight, bool)
+            or not isinstance(executions_in_flight, int)
+            or not 1 <= executions_in_flight <= _MOST_IN_FLIGHT
+        ):
+            raise ValueError(
+                f"`executions_in_flight` must be an integer from 1 to "
+                f"{_MOST_IN_FLIGHT}, but got {executions_in_flight!r}."
+            )
+        if not isinstance(backward_once, bool):
+            raise TypeError(
+                f"`backward_once` must be True or False, but got `{backward_once!r}`."
+            )
+        if not isinstance(growth, Growth):
+            raise TypeError(
+                "`growth` must be `AdaptiveGrowth(...)` or `FixedGrowth(...)`, but got "
+                f"`{growth!r}`."
+            )
+        adaptive = isinstance(growth, AdaptiveGrowth)
+        self._name = f"pool {next(_NUMBERS)}" if name is None else name
+        self._hash = pool_hash(self._name)
+        self._sites: dict[int, str] = {}
+        self._growth = growth
+        self._executions_in_flight = executions_in_flight
+        self._pool: Any = make_pool(
+            self._name,
+            budget=None if budget is None else parse_nbytes("budget", budget),
+            growth_share=growth.share if adaptive else None,
+            growth_nbytes=None if adaptive else parse_nbytes("nbytes", growth.nbytes),
+            executions_in_flight=executions_in_flight,
+            backward_once=backward_once,
+        )
+
+    @property
+    def name(self) -> str:
+        """What compiled programs find the pool by."""
+        return self._name
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that the pool takes at most; None for as many as the system has.
+
+        May be set at any time, also as text. It holds from the next execution on that
+        puts anything: residuals then lose planes until they fit, and pages go back to
+        the system. Nothing is compiled anew.
+        """
+        return None if self._pool.budget == UNLIMITED else self._pool.budget
+
+    @budget.setter
+    def budget(self, budget: int | str | None) -> None:
+        self._pool.budget = (
+            UNLIMITED if budget is None else parse_nbytes("budget", budget)
+        )
+
+    def codec(
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+    ) -> AbstractCodec:
+        if not isinstance(wanted, Affine) or wanted.bits == 3:
+            return wanted
+        number = pool_hash(site)
+        self._sites[number] = site
+        return PooledAffine(wanted, pool=self._hash, site=number, reads=reads)
+
+    def put(self, packed: ArrayTree) -> ArrayTree:
+        return packed
+
+    def get(self, handle: ArrayTree) -> ArrayTree:
+        return handle
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the residuals that traced programs put here."""
+        return tuple(self._sites.values())
+
+    def set_bits(self, sites: str, bits: int | None) -> None:
+        """Sets the bits of some sites' codes, from the next execution on.
+
+        Args:
+            sites: A name of `sites`, or a pattern for some, as `"*/conv1/*"`.
+            bits: 1, 2, 4 or 8, never more than the codec's; None for the codec's.
+
+        Raises:
+            ValueError: `bits` is none of these, or no site has such a name.
+        """
+        if bits not in (None, 1, 2, 4, 8):
+            raise ValueError(
+                f"`bits` must be 1, 2, 4, 8 or None (the codec's), but got {bits!r}."
+            )
+        found = [n for n, name in self._sites.items() if _matches(name, sites)]
+        if not found:
+            known = ", ".join(repr(name) for name in self._sites) or "none yet"
+            raise ValueError(
+                f"`sites` must be the name of a residual that a program puts into this "
+                f"pool, or a pattern for some, but got {sites!r}. There are {known}; "
+                "they are known when the program has been traced."
+            )
+        for number in found:
+            self._pool.set_bits(number, bits or 0)
+
+    def collect(self) -> None:
+        """Frees what executions left that are over; gives memory back to the system."""
+        self._pool.collect()
+
+    def stats(self) -> PoolStats:
+        """Returns a consistent snapshot, also while programs run."""
+        return pool_stats(self._pool.stats(), self._sites)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        # Nothing is in flight that the block waited for: all executions are over.
+        self._pool.collect_all()
+
+    # A pool is its name: programs with equal ones are equal, and no two are in use.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PagePool) and other._name == self._name
+
+    def __hash__(self) -> int:
+        return hash((PagePool, self._name))
+
+    def __repr__(self) -> str:
+        budget = self.budget
+        shown = "None" if budget is None else f'"{readable(budget)}"'
+        return f"PagePool({shown}, name={self._name!r})"
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+_MOST_IN_FLIGHT = 64
+_NUMBERS = itertools.count()

@@ -1,0 +1,133 @@
+"""The page pool's own tests, with sanitizers; and bugs that they must find."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TEST = ROOT / "tests" / "cpp" / "pool_test.cc"
+SOURCES = ROOT / "xla_ffi"
+
+
+def _build(target, *flags, sources=SOURCES):
+    command = [
+        os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wall", "-Wextra",
+        "-Werror", f"-I{sources}", *flags, TEST, *sorted(sources.glob("pool/*.cc")),
+        "-o", target, "-pthread",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def _run(program, *arguments):
+    return subprocess.run(
+        [program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+
+
+def test_the_pool_keeps_its_promises_under_address_and_undefined_sanitizers(tmp_path):
+    program = _build(
+        tmp_path / "pool_test",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    )
+    done = _run(program)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_threads_share_a_pool_without_races(tmp_path):
+    done = _run(_build(tmp_path / "pool_test", "-fsanitize=thread"), "threads")
+    assert done.returncode == 0, done.stderr
+
+
+# File, what is there, what is put in its place: each is a mistake that one could make.
+BUGS = {
+    "a page is lost when a plane goes": (
+        "streams.h",
+        "pages_->Free(stream->pages.back());",
+        "if (stream->pages.size() != 3) pages_->Free(stream->pages.back());",
+    ),
+    "the slot that is taken is not the one that is used": (
+        "bookkeeping.cc",
+        "  vacant_.pop_back();\n  StartExecution(wanted.execution);",
+        "  StartExecution(wanted.execution);\n  vacant_.pop_back();",
+    ),
+    "pinned entries lose planes": (
+        "bookkeeping.cc",
+        "victim != tree_.end() && entries_[victim->second].pins > 0",
+        "victim == tree_.end() && entries_[victim->second].pins > 0",
+    ),
+    "pinned entries are reclaimed": (
+        "bookkeeping.cc",
+        "slot != kNoEntry && entries_[slot].pins > 0",
+        "slot == kNoEntry && entries_[slot].pins > 0",
+    ),
+    "the most important loses": (
+        "eviction.h",
+        "return a.loss_per_byte < b.loss_per_byte;",
+        "return a.loss_per_byte > b.loss_per_byte;",
+    ),
+    "an execution is over too late": (
+        "epochs.h",
+        "if (runs.size() < in_flight_) {",
+        "if (runs.size() <= in_flight_) {",
+    ),
+    "the check of a handle is not looked at": (
+        "bookkeeping.cc",
+        "handle.check == HandleCheck(key_, handle)",
+        "true",
+    ),
+    "generations do not rise": (
+        "bookkeeping.cc",
+        "++entry.generation !=",
+        "entry.generation !=",
+    ),
+    "a budget that falls is not looked at": (
+        "bookkeeping.cc",
+        "if (memory_.Room() >= 0) return;",
+        "if (memory_.Room() >= 0 || pool_id_ > 0) return;",
+    ),
+    "slots of the tail are freed in part": (
+        "small_allocator.cc",
+        "page.free |= MaskOf(run);",
+        "page.free |= MaskOf(run) & (MaskOf(run) - 1);",
+    ),
+    "settings hold at once": (
+        "bookkeeping.cc",
+        "const int limit = site.now.bits",
+        "const int limit = site.next.bits",
+    ),
+    "the child keeps the parent's entries": (
+        "fork.cc",
+        "num_forks.fetch_add(1",
+        "num_forks.fetch_add(0",
+    ),
+    "an allocation that fails comes too late": (
+        "bookkeeping.cc",
+        "  observer_.Prepare(wanted.site);\n",
+        "",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, tmp_path):
+    name, there, instead = BUGS[bug]
+    for folder in ("pool", "format"):
+        shutil.copytree(SOURCES / folder, tmp_path / folder)
+    path = tmp_path / "pool" / name
+    text = path.read_text()
+    assert text.count(there) == 1
+    path.write_text(text.replace(there, instead))
+    assert _run(_build(tmp_path / "pool_test", sources=tmp_path)).returncode != 0

@@ -1,0 +1,301 @@
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "cpu/batch.h"
+#include "cpu/instruction_sets.h"
+#include "cpu/kernels.h"
+#include "cpu/paged_words.h"
+#include "ffi/checks.h"
+#include "ffi/handlers.h"
+#include "ffi/helpers.h"
+#include "format/affine.h"
+#include "format/float_type.h"
+#include "format/packed.h"
+#include "pool/pool.h"
+#include "pool/registry.h"
+#include "pool/status.h"
+#include "pool/tables.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace dafjax {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Batches of rows [m, n] and their handles.
+struct Entries {
+  int64_t count;
+  AffineShape shape;  // of one entry; `bits` are known at run time
+  int64_t nbytes;     // of one entry
+};
+
+// Checks everything that putting and getting have in common.
+ffi::ErrorOr<Entries> CheckEntries(const std::string& call, const char* values_name,
+                                   const ffi::AnyBuffer& values,
+                                   const ffi::AnyBuffer& handles, int64_t block_size,
+                                   int64_t columns) {
+  if (ffi::Error error = CheckCode(call, 1, block_size); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  const std::optional<FloatType> type = FloatTypeOf(values.element_type());
+  if (!type.has_value()) {
+    return ffi::Unexpected(InvalidArgument(
+        call, std::string(values_name) + " must be float32, bfloat16 or float16."));
+  }
+  const std::optional<Rows> rows = RowsOf(values);
+  const auto dimensions = values.dimensions();
+  if (!rows.has_value() || dimensions.size() < 2) {
+    return ffi::Unexpected(InvalidArgument(
+        call, std::string(values_name) +
+                  " must have at least two dimensions and less than 2^57 elements, "
+                  "but its dimensions are " +
+                  DimensionsToString(dimensions) + "."));
+  }
+  const int64_t n = rows->row_elements;
+  if (ffi::Error error = CheckColumns(call, columns, n); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  const auto of_handles = handles.dimensions();
+  bool fits = handles.element_type() == ffi::DataType::U32 &&
+              of_handles.size() == dimensions.size() - 1 && of_handles.back() == 4;
+  for (size_t i = 0; fits && i + 1 < of_handles.size(); ++i) {
+    fits = of_handles[i] == dimensions[i];
+  }
+  if (!fits) {
+    return ffi::Unexpected(InvalidArgument(
+        call, "handle must be uint32 with the dimensions of " +
+                  std::string(values_name) + " (" + DimensionsToString(dimensions) +
+                  ") but for the last two, and 4, but its dimensions are " +
+                  DimensionsToString(of_handles) + "."));
+  }
+  const int64_t m = dimensions[dimensions.size() - 2];
+  const AffineShape shape = {*type, 1, block_size, m, n, columns};
+  return Entries{m == 0 ? 0 : rows->num_rows / m, shape, m * n * ElementNbytes(*type)};
+}
+
+ffi::ErrorOr<std::shared_ptr<pool::Pool>> FindPool(const std::string& call,
+                                                   int64_t hash) {
+  std::shared_ptr<pool::Pool> found = pool::FindPool(static_cast<uint64_t>(hash));
+  if (found != nullptr) return found;
+  return ffi::Unexpected(ffi::Error(
+      ffi::ErrorCode::kFailedPrecondition,
+      call + ": the page pool that this program was compiled for does not exist in this "
+             "process. Keep the `dafjax.stores.PagePool` for as long as programs use "
+             "it, or make one of the same name."));
+}
+
+ffi::Error ErrorOf(const std::string& call, const pool::Status& status) {
+  const auto code = [&] {
+    switch (status.code) {
+      case pool::Code::kPoolExhausted: return ffi::ErrorCode::kResourceExhausted;
+      case pool::Code::kStaleHandle: return ffi::ErrorCode::kFailedPrecondition;
+      default: return ffi::ErrorCode::kInvalidArgument;
+    }
+  }();
+  return ffi::Error(code, call + ": " + status.message);
+}
+
+// Scales, then minima.
+template <typename Byte>
+void SetParameters(const AffineShape& shape, const pool::MetadataTable<Byte>& table,
+                   PlacesOfCodes<Byte>* places) {
+  constexpr int kShift = pool::kLog2PageNbytes - 1;
+  places->scale = {table.pages, kShift, 0};
+  places->minimum = {table.pages, kShift, shape.num_rows * shape.NumBlocks()};
+}
+
+int64_t ParametersNbytes(const AffineShape& shape) {
+  return 2 * static_cast<int64_t>(sizeof(uint16_t)) * shape.num_rows * shape.NumBlocks();
+}
+
+template <typename Byte>
+PlacesOfCodes<Byte> PlacesIn(const AffineShape& shape, int kept_bits,
+                             const pool::PlaneTable<Byte>* planes,
+                             const pool::MetadataTable<Byte>& metadata) {
+  PlacesOfCodes<Byte> places = {};
+  places.kept_bits = kept_bits;
+  const int64_t num_tiles = shape.NumTiles();
+  for (int i = 0; i < PlanesOf(kept_bits).count; ++i) {
+    const int width = PlanesOf(kept_bits).widths[i];
+    int tile_shift = 0;
+    while ((1 << tile_shift) < kTileLanes * width) ++tile_shift;
+    places.planes[i] = {planes[i].pages, planes[i].log2_page_tiles + tile_shift, 0};
+    places.words_per_row[i] = WordsOfTiles(num_tiles, width);
+  }
+  SetParameters(shape, metadata, &places);
+  return places;
+}
+
+// Takes back an entry that is not committed in the end.
+class Writing {
+ public:
+  Writing(pool::Pool* pool, const pool::Handle& handle) : pool_(pool), handle_(handle) {}
+  ~Writing() {
+    if (pool_ != nullptr) static_cast<void>(pool_->Abort(handle_));
+  }
+  Writing(const Writing&) = delete;
+  Writing& operator=(const Writing&) = delete;
+
+  pool::Status Commit() {
+    pool::Pool* pool = pool_;
+    pool_ = nullptr;
+    return pool->Commit(handle_);
+  }
+
+ private:
+  pool::Pool* pool_;
+  const pool::Handle handle_;
+};
+
+class Reading {
+ public:
+  Reading(pool::Pool* pool, const pool::Handle& handle, int64_t reads)
+      : pool_(pool), handle_(handle), reads_(reads) {}
+  ~Reading() { static_cast<void>(pool_->Unpin(handle_, reads_)); }
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+ private:
+  pool::Pool* const pool_;
+  const pool::Handle handle_;
+  const int64_t reads_;
+};
+
+pool::Status PutEntry(pool::Pool* pool, const pool::Execution& execution,
+                      pool::SiteId site, int max_bits, AffineShape shape,
+                      const Rounding& rounding, const void* x, const Helpers& helpers,
+                      pool::Handle* handle) {
+  const pool::PutRequest request = {shape.num_rows * shape.NumTiles(), max_bits,
+                                    ParametersNbytes(shape)};
+  pool::PutView view;
+  pool::Status status = pool->Put(execution, site, request, &view, handle);
+  if (!status.ok()) return status;
+  Writing writing(pool, *handle);
+  shape.bits = view.bits;
+  PackAffine(BestKernels(), shape, rounding, x,
+             PlacesIn(shape, view.num_planes == 0 ? 0 : view.bits, view.planes,
+                      view.metadata),
+             helpers);
+  return writing.Commit();
+}
+
+pool::Status GetEntry(pool::Pool* pool, const pool::Execution& execution,
+                      AffineShape shape, const pool::Handle& handle, int64_t reads,
+                      void* y, const Helpers& helpers) {
+  pool::GetView view;
+  pool::Status status = pool->Get(execution, handle, &view);
+  if (!status.ok()) return status;
+  const Reading reading(pool, handle, reads);
+  const int64_t num_tiles = shape.num_rows * shape.NumTiles();
+  if (view.num_tiles != num_tiles || view.metadata.nbytes != ParametersNbytes(shape)) {
+    return {pool::Code::kInvalidArgument,
+            "the handle is that of an entry of " + std::to_string(view.num_tiles) +
+                " tiles and " + std::to_string(view.metadata.nbytes) +
+                " bytes of metadata, but the result has " + std::to_string(num_tiles) +
+                " and " + std::to_string(ParametersNbytes(shape)) + "."};
+  }
+  shape.bits = view.bits_put;
+  UnpackAffine(BestKernels(), shape,
+               PlacesIn(shape, view.bits_kept, view.planes, view.metadata), y, helpers);
+  return {};
+}
+
+ffi::Error PoolPutHandler(ffi::ThreadPool threads, ffi::RunId run_id, int32_t device,
+                          ffi::AnyBuffer x, ffi::AnyBuffer seed,
+                          ffi::Result<ffi::AnyBuffer> handle, int64_t pool_hash,
+                          int64_t site, int64_t max_bits, int64_t block_size,
+                          int64_t columns, int64_t stochastic) {
+  const std::string call = "pool_put";
+  const ffi::ErrorOr<Entries> entries =
+      CheckEntries(call, "x", x, *handle, block_size, columns);
+  if (entries.has_error()) return entries.error();
+  if (ffi::Error error = CheckCode(call, max_bits, block_size); error.failure()) {
+    return error;
+  }
+  if (ffi::Error error = CheckRounding(call, stochastic, seed); error.failure()) {
+    return error;
+  }
+  const auto found = FindPool(call, pool_hash);
+  if (found.has_error()) return found.error();
+
+  const Rounding rounding = {stochastic == 1,
+                             *static_cast<const uint32_t*>(seed.untyped_data())};
+  const char* values = static_cast<const char*>(x.untyped_data());
+  char* handles = static_cast<char*>(handle->untyped_data());
+  for (int64_t e = 0; e < entries->count; ++e) {
+    // Of nothing, the handle is that of zeros.
+    pool::Handle made;
+    if (entries->nbytes > 0) {
+      const pool::Status status = PutEntry(
+          found->get(), {run_id.run_id, device}, static_cast<uint64_t>(site),
+          static_cast<int>(max_bits), entries->shape, rounding,
+          values + e * entries->nbytes, HelpersOf(threads), &made);
+      if (!status.ok()) return ErrorOf(call, status);
+    }
+    std::memcpy(handles + e * sizeof(made), &made, sizeof(made));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error PoolGetHandler(ffi::ThreadPool threads, ffi::RunId run_id, int32_t device,
+                          ffi::AnyBuffer handle, ffi::RemainingArgs,
+                          ffi::Result<ffi::AnyBuffer> y, int64_t pool_hash,
+                          int64_t reads, int64_t block_size, int64_t columns) {
+  const std::string call = "pool_get";
+  const ffi::ErrorOr<Entries> entries =
+      CheckEntries(call, "y", *y, handle, block_size, columns);
+  if (entries.has_error()) return entries.error();
+  const auto found = FindPool(call, pool_hash);
+  if (found.has_error()) return found.error();
+
+  const char* handles = static_cast<const char*>(handle.untyped_data());
+  char* values = static_cast<char*>(y->untyped_data());
+  for (int64_t e = 0; e < entries->count; ++e) {
+    pool::Handle of_entry;
+    std::memcpy(&of_entry, handles + e * sizeof(of_entry), sizeof(of_entry));
+    char* out = values + e * entries->nbytes;
+    if (of_entry == pool::Handle{}) {
+      std::memset(out, 0, entries->nbytes);
+      continue;
+    }
+    const pool::Status status =
+        GetEntry(found->get(), {run_id.run_id, device}, entries->shape, of_entry, reads,
+                 out, HelpersOf(threads));
+    if (!status.ok()) return ErrorOf(call, status);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace dafjax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_pool_put, dafjax::PoolPutHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Ctx<xla::ffi::RunId>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // seed
+                                  .Ret<xla::ffi::AnyBuffer>()  // handle
+                                  .Attr<int64_t>("pool")
+                                  .Attr<int64_t>("site")
+                                  .Attr<int64_t>("max_bits")
+                                  .Attr<int64_t>("block_size")
+                                  .Attr<int64_t>("columns")
+                                  .Attr<int64_t>("stochastic"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_pool_get, dafjax::PoolGetHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Ctx<xla::ffi::RunId>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // handle
+                                  .RemainingArgs()             // not read
+                                  .Ret<xla::ffi::AnyBuffer>()  // y
+                                  .Attr<int64_t>("pool")
+                                  .Attr<int64_t>("reads")
+                                  .Attr<int64_t>("block_size")
+                                  .Attr<int64_t>("columns"));

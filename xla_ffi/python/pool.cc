@@ -1,0 +1,351 @@
+// The class _cpu.Pool: control of a page pool, and for tests and benchmarks its puts and
+// gets of bytes and the time of its bookkeeping.
+
+#include "python/pool.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "format/packed.h"
+#include "pool/pool.h"
+#include "pool/registry.h"
+
+namespace dafjax {
+namespace {
+
+namespace py = pybind11;
+
+using pool::Code;
+using pool::Handle;
+using pool::Pool;
+using pool::Status;
+
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using HandleWords = std::vector<uint32_t>;
+
+// The classes of errors are Python's: dafjax can name them without loading this library.
+[[noreturn]] void Raise(const char* name, const std::string& message) {
+  const py::object type = py::module_::import("dafjax._native._pool").attr(name);
+  PyErr_SetString(type.ptr(), message.c_str());
+  throw py::error_already_set();
+}
+
+void Check(const Status& status) {
+  switch (status.code) {
+    case Code::kOk: return;
+    case Code::kInvalidArgument: throw py::value_error(status.message);
+    case Code::kPoolExhausted: Raise("PoolExhausted", status.message);
+    case Code::kStaleHandle: Raise("StaleHandle", status.message);
+  }
+}
+
+std::shared_ptr<Pool> MakePool(const std::string& name, std::optional<int64_t> budget,
+                               std::optional<double> growth_share,
+                               std::optional<int64_t> growth_nbytes,
+                               int executions_in_flight, bool backward_once) {
+  pool::Options options;
+  options.budget = budget.value_or(std::numeric_limits<int64_t>::max());
+  options.executions_in_flight = executions_in_flight;
+  options.backward_once = backward_once;
+  if (growth_nbytes.has_value()) {
+    options.growth = std::make_shared<const pool::FixedGrowth>(*growth_nbytes);
+  } else if (growth_share.has_value()) {
+    options.growth = std::make_shared<const pool::AdaptiveGrowth>(*growth_share);
+  }
+  auto made = std::make_shared<Pool>(options);
+  if (!pool::Register(pool::HashOfName(name), made)) {
+    throw py::value_error("`name` must differ from that of every other pool that is in "
+                          "use, but there is one named \"" + name + "\" already.");
+  }
+  return made;
+}
+
+Handle HandleOf(const HandleWords& words) {
+  if (words.size() != 4) {
+    Raise("StaleHandle", "this is no handle: it has " + std::to_string(words.size()) +
+                             " words instead of 4.");
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+HandleWords WordsOf(const Handle& handle) {
+  return {handle.slot, handle.generation, handle.pool_id, handle.check};
+}
+
+// Copies between contiguous bytes and pages, page by page.
+template <typename Byte, typename Copy>
+void ForEachStretch(const pool::PlaneTable<Byte>& plane, int64_t num_tiles,
+                    const Copy& copy) {
+  const int64_t page_nbytes = pool::TileNbytes(plane.width) << plane.log2_page_tiles;
+  const int64_t nbytes = num_tiles * pool::TileNbytes(plane.width);
+  for (int64_t i = 0; i < plane.num_pages; ++i) {
+    const int64_t at = i * page_nbytes;
+    copy(plane.pages[i], at, std::min(page_nbytes, nbytes - at));
+  }
+}
+
+template <typename Byte, typename Copy>
+void ForEachStretch(const pool::MetadataTable<Byte>& metadata, const Copy& copy) {
+  for (int64_t i = 0; i < metadata.num_pages; ++i) {
+    const int64_t at = i * pool::kPageNbytes;
+    copy(metadata.pages[i], at, std::min(pool::kPageNbytes, metadata.nbytes - at));
+  }
+}
+
+// `codes` are planes of `max_bits` bits, as format/packed.h has them; those are written
+// that the pool has room for.
+HandleWords Put(Pool& self, int64_t run_id, int32_t device, uint64_t site, int max_bits,
+                const Bytes& codes, const Bytes& metadata, bool commit) {
+  if (max_bits != 1 && max_bits != 2 && max_bits != 4 && max_bits != 8) {
+    throw py::value_error("`max_bits` must be 1, 2, 4 or 8, but got " +
+                          std::to_string(max_bits) + ".");
+  }
+  const int64_t tile_nbytes = pool::TileNbytes(max_bits);
+  if (codes.size() % tile_nbytes != 0) {
+    throw py::value_error("`codes` must be whole tiles of " +
+                          std::to_string(tile_nbytes) + " bytes, but has " +
+                          std::to_string(codes.size()) + ".");
+  }
+  const pool::PutRequest request = {codes.size() / tile_nbytes, max_bits,
+                                    metadata.size()};
+  const uint8_t* code = codes.data();
+  const uint8_t* parameters = metadata.data();
+  pool::PutView view;
+  Handle handle;
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = self.Put({run_id, device}, site, request, &view, &handle);
+    if (status.ok()) {
+      for (int i = 0; i < view.num_planes; ++i) {
+        ForEachStretch(view.planes[i], request.num_tiles,
+                       [&](uint8_t* page, int64_t at, int64_t nbytes) {
+                         std::memcpy(page, code + at, static_cast<size_t>(nbytes));
+                       });
+        code += request.num_tiles * pool::TileNbytes(view.planes[i].width);
+      }
+      ForEachStretch(view.metadata, [&](uint8_t* page, int64_t at, int64_t nbytes) {
+        std::memcpy(page, parameters + at, static_cast<size_t>(nbytes));
+      });
+      if (commit) status = self.Commit(handle);
+    }
+  }
+  Check(status);
+  return WordsOf(handle);
+}
+
+// (bits_put, bits_kept, bytes of codes, bytes of metadata): what GetInto writes.
+std::tuple<int, int, int64_t, int64_t> Describe(Pool& self, const HandleWords& words) {
+  const Handle handle = HandleOf(words);
+  pool::GetView view;
+  Check(self.Get({}, handle, &view));
+  Check(self.Unpin(handle));
+  return {view.bits_put, view.bits_kept, view.num_tiles * pool::TileNbytes(view.bits_kept),
+          view.metadata.nbytes};
+}
+
+std::pair<int, int> GetInto(Pool& self, int64_t run_id, int32_t device,
+                            const HandleWords& words, Bytes codes, Bytes metadata) {
+  const Handle handle = HandleOf(words);
+  const int64_t codes_nbytes = codes.size();
+  const int64_t metadata_nbytes = metadata.size();
+  uint8_t* code = codes.mutable_data();
+  uint8_t* parameters = metadata.mutable_data();
+  pool::GetView view;
+  Status status;
+  bool fits = false;
+  {
+    const py::gil_scoped_release release;
+    status = self.Get({run_id, device}, handle, &view);
+    if (status.ok()) {
+      fits = codes_nbytes >= view.num_tiles * pool::TileNbytes(view.bits_kept) &&
+             metadata_nbytes >= view.metadata.nbytes;
+      for (int i = 0; fits && i < view.num_planes; ++i) {
+        ForEachStretch(view.planes[i], view.num_tiles,
+                       [&](const uint8_t* page, int64_t at, int64_t nbytes) {
+                         std::memcpy(code + at, page, static_cast<size_t>(nbytes));
+                       });
+        code += view.num_tiles * pool::TileNbytes(view.planes[i].width);
+      }
+      if (fits) {
+        ForEachStretch(view.metadata,
+                       [&](const uint8_t* page, int64_t at, int64_t nbytes) {
+                         std::memcpy(parameters + at, page, static_cast<size_t>(nbytes));
+                       });
+      }
+      status = self.Unpin(handle);
+    }
+  }
+  Check(status);
+  if (!fits) throw py::value_error("`codes` or `metadata` is too short: see `describe`.");
+  return {view.bits_put, view.bits_kept};
+}
+
+std::tuple<int, int, Bytes, Bytes> Get(Pool& self, int64_t run_id, int32_t device,
+                                       const HandleWords& words) {
+  const auto [put, kept, codes_nbytes, metadata_nbytes] = Describe(self, words);
+  Bytes codes(codes_nbytes);
+  Bytes metadata(metadata_nbytes);
+  const auto [bits_put, bits_kept] =
+      GetInto(self, run_id, device, words, codes, metadata);
+  // Between the two calls the entry may have lost a plane.
+  const int64_t left = kept == 0 ? 0 : codes_nbytes / kept * bits_kept;
+  return {bits_put, bits_kept, Bytes(left, codes.data()), std::move(metadata)};
+}
+
+// Puts `num_entries` entries and gets each once, `rounds` times, an execution each, and
+// touches no page. Returns the seconds, and how many pages were given and taken back.
+std::pair<double, int64_t> TimeBookkeeping(Pool& self, int64_t first_run, int64_t rounds,
+                                           int64_t num_entries, int64_t num_tiles,
+                                           int bits, int64_t metadata_nbytes) {
+  std::vector<Handle> handles(static_cast<size_t>(num_entries));
+  int64_t pages = 0;
+  Status status;
+  const py::gil_scoped_release release;
+  const auto start = std::chrono::steady_clock::now();
+  for (int64_t round = 0; round < rounds && status.ok(); ++round) {
+    const pool::Execution execution = {first_run + round, 0};
+    for (size_t i = 0; i < handles.size() && status.ok(); ++i) {
+      pool::PutView view;
+      status = self.Put(execution, i, {num_tiles, bits, metadata_nbytes}, &view,
+                        &handles[i]);
+      if (status.ok()) status = self.Commit(handles[i]);
+      pages += view.metadata.num_pages;
+      for (int p = 0; p < view.num_planes; ++p) pages += view.planes[p].num_pages;
+    }
+    for (size_t i = 0; i < handles.size() && status.ok(); ++i) {
+      pool::GetView view;
+      status = self.Get(execution, handles[i], &view);
+      if (status.ok()) status = self.Unpin(handles[i]);
+    }
+  }
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  {
+    const py::gil_scoped_acquire acquire;
+    Check(status);
+  }
+  return {seconds.count(), 2 * pages};
+}
+
+py::dict DictOf(const pool::Amount& amount) {
+  py::dict dict;
+  dict["current"] = amount.current;
+  dict["peak"] = amount.peak;
+  dict["total"] = amount.total;
+  return dict;
+}
+
+py::dict StatsOf(const Pool& self) {
+  const pool::Stats stats = [&self] {
+    const py::gil_scoped_release release;
+    return self.Snapshot();
+  }();
+  py::dict sites;
+  for (const auto& [id, site] : stats.sites) {
+    py::dict facts;
+    facts["puts"] = site.puts;
+    facts["evictions"] = site.evictions;
+    facts["max_bits"] = site.max_bits;
+    facts["bits_put"] = site.bits_put;
+    facts["bits_kept"] = site.bits_kept;
+    facts["importance"] =
+        site.importance_known ? py::object(py::float_(site.importance)) : py::none();
+    sites[py::int_(id)] = facts;
+  }
+  py::dict dict;
+  dict["budget"] = stats.budget;
+  dict["bytes"] = DictOf(stats.bytes);
+  dict["entries"] = DictOf(stats.entries);
+  dict["committed"] = DictOf(stats.committed);
+  dict["entries_live"] = stats.entries_live;
+  dict["entries_reclaimable"] = stats.entries_reclaimable;
+  dict["entries_writing"] = stats.entries_writing;
+  dict["bytes_live"] = stats.bytes_live;
+  dict["pages_used"] = stats.pages_used;
+  dict["pages_free"] = stats.pages_free;
+  dict["page_nbytes"] = pool::kPageNbytes;
+  dict["growths"] = stats.growths;
+  dict["evictions"] = stats.evictions;
+  dict["reclaims"] = stats.reclaims;
+  dict["degraded_nbytes"] = stats.degraded_nbytes;
+  dict["exhausted"] = stats.exhausted;
+  dict["refused_importances"] = stats.refused_importances;
+  dict["refused_handles"] = stats.refused_handles;
+  dict["executions"] = stats.executions;
+  dict["sites"] = sites;
+  return dict;
+}
+
+std::optional<std::string> Violation(const Pool& self) {
+  std::string why;
+  const py::gil_scoped_release release;
+  if (self.IsValid(&why)) return std::nullopt;
+  return why;
+}
+
+}  // namespace
+
+void AddPool(py::module_& m) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "pool_hash", [](const std::string& name) { return pool::HashOfName(name); },
+      py::arg("name"), "What custom calls carry in place of a pool's name.");
+  m.def(
+      "find_pool", [](uint64_t hash) { return pool::FindPool(hash); }, py::arg("hash"),
+      "The pool in use whose name has this hash, or None.");
+  py::class_<Pool, std::shared_ptr<Pool>>(m, "Pool", "A pool of pages (pool/pool.h).")
+      .def(py::init(&MakePool), py::arg("name"), py::kw_only(),
+           py::arg("budget") = py::none(), py::arg("growth_share") = py::none(),
+           py::arg("growth_nbytes") = py::none(), py::arg("executions_in_flight") = 1,
+           py::arg("backward_once") = false)
+      .def("stats", &StatsOf, "A consistent snapshot.")
+      .def("violation", &Violation, "The invariant that does not hold, or None.")
+      .def_property("budget", &Pool::budget,
+                    [](Pool& self, int64_t nbytes) { Check(self.SetBudget(nbytes)); })
+      .def(
+          "set_bits",
+          [](Pool& self, uint64_t site, int bits) { Check(self.SetBits(site, bits)); },
+          py::arg("site"), py::arg("bits"))
+      .def("set_importance", &Pool::SetImportance, py::arg("site"),
+           py::arg("importance"))
+      .def("add_importance", &Pool::AddImportance, py::arg("site"), py::arg("sample"))
+      .def("collect", &Pool::Collect, Released())
+      .def("collect_all", &Pool::CollectAll, Released())
+      .def("put", &Put, py::arg("run_id"), py::arg("device"), py::arg("site"),
+           py::arg("max_bits"), py::arg("codes").noconvert(),
+           py::arg("metadata").noconvert(), py::arg("commit") = true,
+           "Puts bytes and returns the four words of the handle.")
+      .def("commit",
+           [](Pool& self, const HandleWords& words) {
+             Check(self.Commit(HandleOf(words)));
+           })
+      .def("abort",
+           [](Pool& self, const HandleWords& words) {
+             Check(self.Abort(HandleOf(words)));
+           })
+      .def("describe", &Describe, py::arg("handle"),
+           "(bits_put, bits_kept, bytes of codes, bytes of metadata).")
+      .def("get", &Get, py::arg("run_id"), py::arg("device"), py::arg("handle"),
+           "(bits_put, bits_kept, codes, metadata).")
+      .def("get_into", &GetInto, py::arg("run_id"), py::arg("device"),
+           py::arg("handle"), py::arg("codes").noconvert(),
+           py::arg("metadata").noconvert(), "(bits_put, bits_kept).")
+      .def("time_bookkeeping", &TimeBookkeeping, py::arg("first_run"), py::arg("rounds"),
+           py::arg("num_entries"), py::arg("num_tiles"), py::arg("bits"),
+           py::arg("metadata_nbytes"), "(seconds, page operations).");
+}
+
+}  // namespace dafjax
