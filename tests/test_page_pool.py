@@ -312,6 +312,24 @@ def test_a_process_ends_cleanly_with_live_entries():
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1", "")
 
 
+def test_without_memory_of_the_system_residuals_lose_planes_or_are_refused():
+    program = (
+        "import resource, pathlib, numpy as np; from dafjax._native import _cpu;"
+        "import dafjax.stores as s; codes = np.zeros(64 * 8 * 4000, np.uint8);"
+        "pages = int(pathlib.Path('/proc/self/statm').read_text().split()[0]);"
+        "most = pages * resource.getpagesize() + (96 << 20);"
+        "resource.setrlimit(resource.RLIMIT_AS, (most, most));"
+        "pool = s.PagePool(name='poor');"
+        "[pool._pool.put(1, 0, i, 8, codes, codes[:999]) for i in range(200)];"
+        "stats = pool.stats(); assert pool._pool.violation() is None;"
+        "print(stats.live_entries, stats.degraded_nbytes > 0, stats.evictions > 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout.strip(), done.stderr) == ("200 True True", "")
+
+
 def test_a_budget_holds_from_the_next_execution():
     with PagePool("16MiB") as pool:
         for i in range(40):

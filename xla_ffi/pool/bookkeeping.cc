@@ -310,8 +310,10 @@ void Bookkeeping::Free(uint32_t slot) {
 }
 
 void Bookkeeping::Clear(Entry* entry) {
+  // Against the order of Fill, so that an entry that takes its place gets its pages in
+  // the same order again, and memory is gone through upwards.
+  for (int i = kMaxPlanes; i > 0; --i) streams_.Clear(&entry->planes[i - 1]);
   streams_.Clear(&entry->metadata);
-  for (Stream& plane : entry->planes) streams_.Clear(&plane);
   entry->bits_put = 0;
   entry->bits_kept = 0;
   entry->offered = false;
