@@ -55,6 +55,8 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.plan_bytes
 	$(RUN) -m benchmarks.importance
 	$(RUN) -m benchmarks.eager_overhead
+	$(RUN) -m benchmarks.pool_fragmentation
+	$(RUN) -m benchmarks.pool_speed
 	$(RUN) -m benchmarks.accuracy --seeds 5
 
 $(VENV)/installed: $(SOURCES)
