@@ -10,6 +10,11 @@ from dafjax._estimate import (
 )
 from dafjax._fit_batch import FittedBatch as FittedBatch, fit_batch as fit_batch
 from dafjax._remat_compress import remat_compress as remat_compress
+from dafjax._targets import (
+    AverageBits as AverageBits,
+    Budget as Budget,
+    NoiseCeiling as NoiseCeiling,
+)
 from dafjax.report import (
     Plan as Plan,
     print_saved_residuals as print_saved_residuals,

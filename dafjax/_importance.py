@@ -26,8 +26,8 @@ Against the variance measured with one residual at a time in codes (GACT, Liu et
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,10 @@ def sample_moments(x: jax.Array) -> Moments:
     flat = x.reshape(-1)
     # Odd, so that it is in step with no dimension that is a power of two.
     stride = max(1, flat.size // _SAMPLES) | 1
-    sample = flat[::stride].astype(jnp.float32)
+    sample = flat[::stride]
+    if jnp.iscomplexobj(sample):
+        sample = jnp.abs(sample)
+    sample = sample.astype(jnp.float32)
     mean_square = jnp.mean(sample * sample)
     return Moments(mean_square, mean_square - jnp.mean(sample) ** 2)
 
@@ -212,6 +215,54 @@ def _ratio(numerator: Any, denominator: Any) -> Any:
 _TINY = 1e-30
 
 
-def as_vector(plan: ProgramPlan, found: Mapping[int, Any]) -> jax.Array:
-    """Returns importances as float32 `[n]`, in the order of `plan.kept`."""
-    return jnp.stack([jnp.asarray(found[v], jnp.float32) for v in _sources(plan)])
+@final
+class Probe:
+    """Takes samples of values as the backward pass computes them.
+
+    What has been sampled waits to go through a tie: else XLA would keep the values
+    until the end, where the samples are used.
+    """
+
+    def __init__(self, plan: ProgramPlan) -> None:
+        self._plan = plan
+        self._wanted = values_to_sample(plan)
+        self._moments: dict[int, Moments] = {}
+        self._waiting: dict[int, jax.Array] = {}
+
+    def see(self, values: Mapping[int, jax.Array]) -> None:
+        """Samples those of the values that are wanted and new."""
+        for value, array in values.items():
+            if value in self._wanted and value not in self._moments:
+                self._moments[value] = sample_moments(array)
+                self._waiting[value] = jnp.stack(self._moments[value])
+
+    def waiting(self) -> list[jax.Array]:
+        """Returns samples that have not been tied; `settle` takes their ties."""
+        return list(self._waiting.values())
+
+    def settle(self, tied: Sequence[jax.Array]) -> None:
+        """Takes what `waiting` returned, after a tie."""
+        for value, moments in zip(self._waiting, tied, strict=True):
+            self._moments[value] = Moments(moments[0], moments[1])
+        self._waiting.clear()
+
+    def sensitivities(
+        self, values: Sequence[int], gradients: Sequence[jax.Array]
+    ) -> jax.Array:
+        """Returns what a store is told.
+
+        Args:
+            values: Residuals in codes.
+            gradients: The gradients.
+
+        Returns:
+            float32 `[n + 1]`: `importances` of each, then the gradients' squared norm.
+        """
+        found = importances(self._plan, self._moments.__getitem__)
+        energies = [
+            sample_moments(g).mean_square * float(g.size)
+            for g in gradients
+            if jnp.issubdtype(g.dtype, jnp.inexact) and g.size > 0
+        ]
+        numbers = [*(found[value] for value in values), sum(energies)]
+        return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from dafjax._equation import Atom, Constant, Equation, evaluate, values_of
 from dafjax._graph import live_equations
+from dafjax._importance import Probe
 from dafjax._native import tie
 from dafjax._plan import ProgramPlan
 from dafjax._primitives import is_cheap
@@ -165,11 +166,23 @@ def run_backward(
     # Carries the dependency on the backward pass to unpacking; never read.
     token: jax.Array = jnp.zeros((), jnp.uint8)
 
+    measured = [value for value, codec in codecs.items() if store.measures(codec)]
+    probe = Probe(plan) if measured else None
+
+    def learn(values: Mapping[int, Any]) -> None:
+        env.update(values)
+        if probe is not None:
+            probe.see(values)
+
+    learn(dict(env))
     for step in schedule:
         if step.begins:
             tied = _tied_values(step, ties)
-            *values, token = tie(*(env[v] for v in tied), token)
-            env.update(zip(tied, values, strict=True))
+            samples = [] if probe is None else probe.waiting()
+            *values, token = tie(*(env[v] for v in tied), *samples, token)
+            env.update(zip(tied, values[: len(tied)], strict=True))
+            if probe is not None:
+                probe.settle(values[len(tied) :])
         delayed = {v: _not_before(token, env[v]) for v in step.delayed}
         at_hand = collections.ChainMap(delayed if ties.arguments else {}, env)
         for item in step.restored:
@@ -179,24 +192,38 @@ def run_backward(
                     env.update(zip(item.behind, values, strict=True))
                 after = (token,) if ties.cotangent else ()
                 with jax.named_scope("unpack"):
-                    env[item.value] = codecs[item.value].decode(
+                    unpacked = codecs[item.value].decode(
                         store.get(waiting[item.value]),
                         kept[item.value].like,
                         after=after,
                     )
+                learn({item.value: unpacked})
                 continue
             outputs = evaluate(item, _read(item.inputs, at_hand))
-            for value, output in zip(item.outputs, outputs, strict=True):
-                # What is kept is taken from what was kept, never recomputed.
-                if value not in kept:
-                    env[value] = output
+            # What is kept is taken from what was kept, never recomputed.
+            made = zip(item.outputs, outputs, strict=True)
+            learn({value: output for value, output in made if value not in kept})
         if step.joined and ties.operands:
             values = tie(*(env[v] for v in step.joined))
             env.update(zip(step.joined, values, strict=True))
         if step.equation is not None:
             outputs = evaluate(step.equation, _read(step.equation.inputs, at_hand))
-            env.update(zip(step.equation.outputs, outputs, strict=True))
-    return _read(program.gradients, env)
+            learn(dict(zip(step.equation.outputs, outputs, strict=True)))
+    gradients = _read(program.gradients, env)
+    if probe is None:
+        return gradients
+    found = probe.sensitivities(measured, gradients)
+    done = store.note(found, [codecs[value] for value in measured], token)
+    return _tied_to(gradients, done)
+
+
+def _tied_to(gradients: list[Any], done: jax.Array) -> list[Any]:
+    """Makes gradients depend on a call that is made for what else it does."""
+    for number, gradient in enumerate(gradients):
+        if _can_be_tied(gradient) and gradient.dtype != jax.dtypes.float0:
+            tied, _ = tie(gradient, done)
+            return [*gradients[:number], tied, *gradients[number + 1 :]]
+    return gradients
 
 
 def _codecs(

@@ -17,6 +17,7 @@ from dafjax._call import StaticArguments, bind, positional_parameters, positions
 from dafjax._derivative import Options, with_compressed_residuals
 from dafjax._passes import Ties
 from dafjax._stand_in import current_stand_in
+from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target
 from dafjax._tracing import ClosedJaxpr, as_function, names_in, trace, trace_context
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from dafjax.stores import AbstractStore, Arrays
@@ -26,7 +27,7 @@ def remat_compress(
     fun: Callable[..., Any] | None = None,
     *,
     policy: AbstractPolicy | None = None,
-    bits: AnyBits | None = 2,
+    bits: AnyBits | Target | None = 2,
     store: AbstractStore | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -53,7 +54,10 @@ def remat_compress(
         bits: Bits of a code: 1, 2, 3, 4 or 8; residuals that enter gradients in a way
             that is not linear get twice as many. Or `"safe"` (4, 8), `"balanced"` (2,
             4; the default) or `"tight"` (2, 2); or bits by name, as
-            `{"attention*": 4}`; or `dafjax.Bits(...)`, which explains them. `None`
+            `{"attention*": 4}`; or `dafjax.Bits(...)`, which explains them. Or what
+            bits are allocated for as the program runs, in a `dafjax.stores.PagePool`:
+            `dafjax.AverageBits(...)`, `dafjax.Budget(...)`, `dafjax.NoiseCeiling(...)`.
+            `None`
             turns dafjax off: `fun` comes back as it is, gradients included.
         store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
         static_argnums: Positions of arguments that are not arrays, hashable.
@@ -101,10 +105,14 @@ def remat_compress(
             f"`remat_compress(fun)` must be given a function, but got `{fun!r}`. Wrap "
             "the function, then call the result: `remat_compress(f)(x)`."
         )
+    checked_store = _checked_store(store)
+    if isinstance(bits, (AverageBits, Budget, NoiseCeiling)):
+        checked_store.allocate_for(bits)
+        bits = Bits()
     options = Options(
         policy=_checked_policy(policy),
         bits=Bits() if bits is None else as_bits(bits, "remat_compress(bits=...)"),
-        store=_checked_store(store),
+        store=checked_store,
         ties=Ties(),
     )
     if bits is None:

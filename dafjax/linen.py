@@ -8,6 +8,7 @@ import jax
 
 from dafjax import _remat_compress
 from dafjax._bits import AnyBits
+from dafjax._targets import Target as BitsTarget
 from dafjax.policies import AbstractPolicy
 from dafjax.stores import AbstractStore
 
@@ -29,7 +30,7 @@ def remat_compress(
     target: Target,
     *,
     policy: AbstractPolicy | None = None,
-    bits: AnyBits | None = 2,
+    bits: AnyBits | BitsTarget | None = 2,
     store: AbstractStore | None = None,
     variables: CollectionFilter = True,
     rngs: PRNGSequenceFilter = True,

@@ -9,6 +9,7 @@ import jax
 
 from dafjax import _remat_compress
 from dafjax._bits import AnyBits
+from dafjax._targets import Target
 from dafjax.policies import AbstractPolicy
 from dafjax.stores import AbstractStore
 
@@ -25,7 +26,7 @@ def remat_compress(
     f: Callable[..., Any] | None = None,
     *,
     policy: AbstractPolicy | None = None,
-    bits: AnyBits | None = 2,
+    bits: AnyBits | Target | None = 2,
     store: AbstractStore | None = None,
     static_argnums: int | Sequence[int] = (),
     activation_argnums: int | Sequence[int] | None = None,

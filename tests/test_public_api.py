@@ -19,7 +19,16 @@ def test_the_top_level_has_these_names():
     modules = {"codecs", "policies", "stores", "report"}
     functions = {"remat_compress", "saved_residuals", "print_saved_residuals"}
     functions |= {"estimate", "fit_batch", "custom_calls"}
-    results = {"Bits", "Plan", "Estimate", "StepMemory", "FittedBatch"}
+    results = {
+        "AverageBits",
+        "Bits",
+        "Budget",
+        "NoiseCeiling",
+        "Plan",
+        "Estimate",
+        "StepMemory",
+        "FittedBatch",
+    }
     # These are there where a test has imported them: they need Flax.
     names = public_names(dafjax) - {"linen", "nnx"}
     assert names == modules | functions | results

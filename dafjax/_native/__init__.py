@@ -21,5 +21,9 @@ from dafjax._native._pool import (
     make_pool as make_pool,
     pool_hash as pool_hash,
 )
-from dafjax._native._pool_calls import pool_get as pool_get, pool_put as pool_put
+from dafjax._native._pool_calls import (
+    pool_get as pool_get,
+    pool_note as pool_note,
+    pool_put as pool_put,
+)
 from dafjax._native._tie import tie as tie

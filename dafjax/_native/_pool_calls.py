@@ -40,6 +40,7 @@ def pool_put(
     *,
     pool: int,
     site: int,
+    bits: int,
     max_bits: int,
     block_size: int,
     stochastic: bool,
@@ -54,7 +55,9 @@ def pool_put(
         seed: uint32 scalar; not read if `stochastic` is false.
         pool: Hash of the pool's name, an unsigned number of 64 bits.
         site: Hash of the name of what is put, as `pool`.
-        max_bits: The most bits of a code: 1, 2, 4 or 8.
+        bits: Bits of a code where the pool has no others set or allocated: 1, 2, 4 or
+            8.
+        max_bits: The most bits of a code, likewise.
         block_size: Elements that share a scale: 64, 128, 256, 512 or 1024.
         stochastic: Whether codes are rounded at random, without bias, or to nearest.
         columns: The columns of a row, a divisor of `n`; 0 for blocks of consecutive
@@ -74,6 +77,7 @@ def pool_put(
         seed,
         pool=pool,
         site=site,
+        bits=bits,
         max_bits=max_bits,
         block_size=block_size,
         stochastic=stochastic,
@@ -125,20 +129,76 @@ def pool_get(
     )
 
 
+def pool_note(
+    sensitivities: Array, *after: Array, pool: int, sites: tuple[int, ...]
+) -> Array:
+    """Tells a page pool what a backward pass has measured.
+
+    Args:
+        sensitivities: float32 `[*batch, n + 1]`: for each site the variance of the
+            gradient at 1 bit if the squared ranges of its blocks are 1 on average, then
+            the squared norm of the gradient. Rows are added up.
+        *after: Arrays of any shape that are computed first. They are not read.
+        pool: Hash of the pool's name.
+        sites: Hashes of the names of `n` sites.
+
+    Returns:
+        A uint8 scalar. The call is made only if something depends on it.
+
+    Raises:
+        TypeError: `sensitivities` has another dtype.
+        ValueError: There are not `n + 1` of them.
+    """
+    return pool_note_p.bind(
+        sensitivities, *filter(can_pass_through, after), pool=pool, sites=sites
+    )
+
+
+def _note_abstract_eval(
+    sensitivities: Any, *after: Any, pool: int, sites: tuple[int, ...]
+) -> Any:
+    dtypes = (jnp.dtype(jnp.float32),)
+    check_dtype("pool_note", "sensitivities", sensitivities.dtype, dtypes)
+    if sensitivities.shape[-1:] != (len(sites) + 1,):
+        raise ValueError(
+            f"pool_note: `sensitivities` must be `[*batch, {len(sites) + 1}]`, but has "
+            f"{sensitivities.shape}."
+        )
+    return sensitivities.update(shape=(), dtype=jnp.dtype(jnp.uint8), weak_type=False)
+
+
+def _note_attributes(*, pool: int, sites: tuple[int, ...]) -> dict[str, Any]:
+    return {
+        "pool": _signed(pool),
+        "sites": np.array([_signed(site) for site in sites], np.int64),
+    }
+
+
+def _batch_note(
+    operands: Sequence[Array], axes: Sequence[int | None], **params: Any
+) -> tuple[Array, None]:
+    sensitivities, *after = operands
+    if axes[0] is not None:
+        sensitivities = jnp.moveaxis(sensitivities, axes[0], 0)
+    return pool_note_p.bind(sensitivities, *after, **params), None
+
+
 def _put_abstract_eval(
     x: Any,
     seed: Any,
     *,
     pool: int,
     site: int,
+    bits: int,
     max_bits: int,
     block_size: int,
     stochastic: bool,
     columns: int,
 ) -> Any:
-    check_parameters("pool_put", max_bits, block_size)
-    if max_bits == 3:
-        raise ValueError("pool_put: `max_bits` must be one of (1, 2, 4, 8), not 3.")
+    for name, value in (("bits", bits), ("max_bits", max_bits)):
+        check_parameters("pool_put", value, block_size)
+        if value == 3:
+            raise ValueError(f"pool_put: `{name}` must be one of (1, 2, 4, 8), not 3.")
     check_dtype("pool_put", "x", x.dtype, DTYPES)
     check_dtype("pool_put", "seed", seed.dtype, (jnp.dtype(jnp.uint32),))
     if x.ndim < 2:
@@ -266,7 +326,17 @@ pool_get_p: Primitive = make_primitive(
     attributes=_get_attributes,
     division=_refuse_division,
 )
+pool_note_p: Primitive = make_primitive(
+    "dafjax_pool_note",
+    abstract_eval=_note_abstract_eval,
+    reference=_refuse_platform,
+    multiple_results=False,
+    attributes=_note_attributes,
+    division=_refuse_division,
+)
+batching.primitive_batchers[pool_note_p] = _batch_note
 batching.primitive_batchers[pool_put_p] = _batch_put
 batching.primitive_batchers[pool_get_p] = _batch_get
 refuse_derivatives(pool_put_p, num_data=2)
 refuse_derivatives(pool_get_p, num_data=1)
+refuse_derivatives(pool_note_p, num_data=1)

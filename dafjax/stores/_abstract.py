@@ -1,8 +1,10 @@
 """The interface of a store."""
 
 import abc
+from collections.abc import Sequence
 
-from dafjax._typing import ArrayTree
+from dafjax._targets import Target
+from dafjax._typing import Array, ArrayTree
 from dafjax.codecs import AbstractCodec
 
 
@@ -32,6 +34,40 @@ class AbstractStore(abc.ABC):
             wanted: The codec that was chosen for the residual.
             site: The residual's name, the same in every process.
             reads: How often one backward pass decodes it; 0 if that is unknown.
+        """
+
+    @abc.abstractmethod
+    def allocate_for(self, target: Target) -> None:
+        """Allocates bits for a target from now on.
+
+        Raises:
+            NotImplementedError: Bits are part of the compiled program.
+            ValueError: There is another target already.
+        """
+
+    @abc.abstractmethod
+    def measures(self, codec: AbstractCodec) -> bool:
+        """Returns whether this store wants to know how important a residual is.
+
+        Args:
+            codec: What `codec` returned for it.
+        """
+
+    @abc.abstractmethod
+    def note(
+        self, sensitivities: Array, codecs: Sequence[AbstractCodec], after: Array
+    ) -> Array:
+        """Takes what the backward pass measured of residuals.
+
+        Args:
+            sensitivities: float32 `[n + 1]`: for each residual the variance of the
+                gradient at 1 bit if the squared ranges of blocks are 1 on average; then
+                the squared norm of the gradient.
+            codecs: What `codec` returned for the residuals that it `measures`.
+            after: An array that is computed first.
+
+        Returns:
+            A scalar; the note is taken only if something depends on it.
         """
 
     @abc.abstractmethod

@@ -1,9 +1,11 @@
 """Ordinary arrays as a store."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import final
 
-from dafjax._typing import ArrayTree
+from dafjax._targets import Target
+from dafjax._typing import Array, ArrayTree
 from dafjax.codecs import AbstractCodec
 from dafjax.stores._abstract import AbstractStore
 
@@ -21,6 +23,24 @@ class Arrays(AbstractStore):
         self, wanted: AbstractCodec, *, site: str, reads: int = 0
     ) -> AbstractCodec:
         return wanted
+
+    def allocate_for(self, target: Target) -> None:
+        raise NotImplementedError(
+            f"`remat_compress(bits={target!r})` needs a store whose bits change while "
+            f"a program runs, and `{self!r}` has them in the compiled program. Use "
+            "`store=dafjax.stores.PagePool()`, or give `bits` as a number."
+        )
+
+    def measures(self, codec: AbstractCodec) -> bool:
+        del codec
+        return False
+
+    def note(
+        self, sensitivities: Array, codecs: Sequence[AbstractCodec], after: Array
+    ) -> Array:
+        raise NotImplementedError(
+            f"`{self!r}` does not measure: its bits are part of the compiled program."
+        )
 
     def put(self, packed: ArrayTree) -> ArrayTree:
         return packed

@@ -3,11 +3,13 @@
 import fnmatch
 import itertools
 import types
+from collections.abc import Sequence
 from typing import Any, Self, final
 
-from dafjax._native import make_pool, pool_hash
+from dafjax._native import make_pool, pool_hash, pool_note
 from dafjax._nbytes import parse_nbytes, readable
-from dafjax._typing import ArrayTree
+from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target, as_number
+from dafjax._typing import Array, ArrayTree
 from dafjax.codecs import AbstractCodec, Affine
 from dafjax.stores._abstract import AbstractStore
 from dafjax.stores._growth import AdaptiveGrowth, Growth
@@ -27,8 +29,9 @@ class PagePool(AbstractStore):
     reused. A gradient that is computed in another execution than its forward pass may
     find its residuals gone, and says so: `StaleHandle`.
 
-    Residuals in affine codes of 1, 2, 4 or 8 bits wait in the pool; the bits of their
-    codec are the most that they get. All others (bit masks, the places of maxima, what
+    Residuals in affine codes of 1, 2, 4 or 8 bits wait in the pool. They have the bits
+    of their codec, unless others are set (`set_bits`) or allocated (`target`): then 8
+    at most. All others (bit masks, the places of maxima, what
     is kept as it is, codes of 3 bits) are ordinary arrays of the program, as in
     `Arrays()`. Programs that XLA divides among devices, and other platforms than CPUs,
     are refused.
@@ -96,6 +99,7 @@ class PagePool(AbstractStore):
         self._name = f"pool {next(_NUMBERS)}" if name is None else name
         self._hash = pool_hash(self._name)
         self._sites: dict[int, str] = {}
+        self._target: Target | None = None
         self._growth = growth
         self._executions_in_flight = executions_in_flight
         self._pool: Any = make_pool(
@@ -128,6 +132,46 @@ class PagePool(AbstractStore):
             UNLIMITED if budget is None else parse_nbytes("budget", budget)
         )
 
+    @property
+    def target(self) -> Target | None:
+        """What bits are allocated for; None for nothing: residuals have their codecs'.
+
+        May be set at any time, and holds from the next execution on that puts anything.
+        Only programs that were traced while there was a target measure what allocation
+        needs to know: `dafjax.remat_compress(bits=dafjax.AverageBits(...))` sets it.
+        """
+        return self._target
+
+    @target.setter
+    def target(self, target: Target | None) -> None:
+        if target is not None and not isinstance(
+            target, (AverageBits, Budget, NoiseCeiling)
+        ):
+            raise TypeError(
+                "`target` must be `dafjax.AverageBits(...)`, `dafjax.Budget(...)`, "
+                f"`dafjax.NoiseCeiling(...)` or None, but got `{target!r}`."
+            )
+        self._target = target
+        self._pool.set_target(*as_number(target))
+
+    def allocate_for(self, target: Target) -> None:
+        if self._target is not None and self._target != target:
+            raise ValueError(
+                f"`remat_compress(bits={target!r}, store=...)`: the pool allocates for "
+                f"`{self._target!r}` already. A pool has one target for all that it "
+                "holds: use a pool for each, or set `pool.target`."
+            )
+        self.target = target
+
+    def measures(self, codec: AbstractCodec) -> bool:
+        return self._target is not None and isinstance(codec, PooledAffine)
+
+    def note(
+        self, sensitivities: Array, codecs: Sequence[AbstractCodec], after: Array
+    ) -> Array:
+        sites = tuple(c.site for c in codecs if isinstance(c, PooledAffine))
+        return pool_note(sensitivities, after, pool=self._hash, sites=sites)
+
     def codec(
         self, wanted: AbstractCodec, *, site: str, reads: int = 0
     ) -> AbstractCodec:
@@ -153,7 +197,7 @@ class PagePool(AbstractStore):
 
         Args:
             sites: A name of `sites`, or a pattern for some, as `"*/conv1/*"`.
-            bits: 1, 2, 4 or 8, never more than the codec's; None for the codec's.
+            bits: 1, 2, 4 or 8; None for what is allocated, or the codec's.
 
         Raises:
             ValueError: `bits` is none of these, or no site has such a name.

@@ -58,6 +58,10 @@ class PoolStats:
         refused_importances: Importances that were not finite, or negative.
         refused_handles: Handles that named nothing in the pool.
         executions: Executions that put anything.
+        expected_variance: The variance of the gradient that importances tell of for the
+            bits that hold; 0 as long as they are unknown.
+        gradient_energy: The squared norm of the gradient, averaged over executions; 0
+            if nothing measures it.
         sites: What is known of each site, by its name.
     """
 
@@ -84,6 +88,8 @@ class PoolStats:
     refused_importances: int
     refused_handles: int
     executions: int
+    expected_variance: float
+    gradient_energy: float
     sites: Mapping[str, SiteStats]
 
     @property
@@ -104,7 +110,7 @@ def pool_stats(raw: Mapping[str, Any], names: Mapping[int, str]) -> PoolStats:
     same = (
         "pages_used", "pages_free", "page_nbytes", "growths", "evictions", "reclaims",
         "degraded_nbytes", "exhausted", "refused_importances", "refused_handles",
-        "executions",
+        "executions", "expected_variance", "gradient_energy",
     )  # fmt: skip
     unlimited = raw["budget"] == UNLIMITED
     return PoolStats(

@@ -20,7 +20,7 @@ class PooledAffine(AbstractCodec):
     """Puts an array into a page pool, as `affine` would encode it but for the bits.
 
     Args:
-        affine: The code; its bits are the most that the pool may give.
+        affine: The code; its bits are those of a pool with no others set or allocated.
         pool: Hash of the pool's name.
         site: Hash of the name of what is put.
         reads: How often a backward pass decodes it; 0 if that is unknown.
@@ -43,7 +43,8 @@ class PooledAffine(AbstractCodec):
             as_seed(seed),
             pool=self.pool,
             site=self.site,
-            max_bits=self.affine.bits,
+            bits=self.affine.bits,
+            max_bits=_MAX_BITS,
             block_size=self.affine.block_size,
             stochastic=self.affine.rounding == "stochastic",
             columns=columns,
@@ -73,6 +74,10 @@ class PooledAffine(AbstractCodec):
 
     def check(self, like: Like) -> None:
         self.affine.check(like)
+
+
+# Of what the pool may set or allocate.
+_MAX_BITS = 8
 
 
 def _as_batch(rows: tuple[int, ...]) -> tuple[int, int]:

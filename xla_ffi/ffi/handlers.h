@@ -37,6 +37,12 @@ XLA_FFI_Error* dafjax_pool_put(XLA_FFI_CallFrame* call_frame);
 // for an entry; 0: that is unknown.
 XLA_FFI_Error* dafjax_pool_get(XLA_FFI_CallFrame* call_frame);
 
+// sensitivities [*batch, n + 1] float32; then any operands, which are not read
+//   -> done uint8: what a backward pass measured of n sites, and the squared norm of the
+//      gradient
+// attributes: pool, int64; sites, n int64
+XLA_FFI_Error* dafjax_pool_note(XLA_FFI_CallFrame* call_frame);
+
 // Any operands -> the same values. Each result normally shares the operand's memory.
 XLA_FFI_Error* dafjax_tie(XLA_FFI_CallFrame* call_frame);
 

@@ -164,12 +164,28 @@ class Reading {
   const int64_t reads_;
 };
 
+// Of the blocks of an entry with `levels` steps between the least and greatest value.
+double MeanSquaredRange(const pool::MetadataTable<uint8_t>& metadata, int64_t num_blocks,
+                        int levels) {
+  double sum = 0;
+  constexpr int64_t kWords = pool::kPageNbytes / 2;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    uint16_t scale;
+    std::memcpy(&scale, metadata.pages[block / kWords] + block % kWords * 2, 2);
+    const uint32_t bits = static_cast<uint32_t>(scale & ~kFlaggedBit) << 16;
+    float step;
+    std::memcpy(&step, &bits, sizeof(step));
+    sum += static_cast<double>(step) * static_cast<double>(step);
+  }
+  return num_blocks == 0 ? 0 : sum * levels * levels / static_cast<double>(num_blocks);
+}
+
 pool::Status PutEntry(pool::Pool* pool, const pool::Execution& execution,
-                      pool::SiteId site, int max_bits, AffineShape shape,
+                      pool::SiteId site, int bits, int max_bits, AffineShape shape,
                       const Rounding& rounding, const void* x, const Helpers& helpers,
                       pool::Handle* handle) {
   const pool::PutRequest request = {shape.num_rows * shape.NumTiles(), max_bits,
-                                    ParametersNbytes(shape)};
+                                    ParametersNbytes(shape), bits};
   pool::PutView view;
   pool::Status status = pool->Put(execution, site, request, &view, handle);
   if (!status.ok()) return status;
@@ -179,6 +195,12 @@ pool::Status PutEntry(pool::Pool* pool, const pool::Execution& execution,
              PlacesIn(shape, view.num_planes == 0 ? 0 : view.bits, view.planes,
                       view.metadata),
              helpers);
+  if (pool->allocates()) {
+    const int64_t num_blocks = shape.num_rows * shape.NumBlocks();
+    pool->NoteRange(site,
+                    MeanSquaredRange(view.metadata, num_blocks, (1 << view.bits) - 1),
+                    request.num_tiles);
+  }
   return writing.Commit();
 }
 
@@ -206,14 +228,14 @@ pool::Status GetEntry(pool::Pool* pool, const pool::Execution& execution,
 ffi::Error PoolPutHandler(ffi::ThreadPool threads, ffi::RunId run_id, int32_t device,
                           ffi::AnyBuffer x, ffi::AnyBuffer seed,
                           ffi::Result<ffi::AnyBuffer> handle, int64_t pool_hash,
-                          int64_t site, int64_t max_bits, int64_t block_size,
+                          int64_t site, int64_t bits, int64_t max_bits, int64_t block_size,
                           int64_t columns, int64_t stochastic) {
   const std::string call = "pool_put";
   const ffi::ErrorOr<Entries> entries =
       CheckEntries(call, "x", x, *handle, block_size, columns);
   if (entries.has_error()) return entries.error();
-  if (ffi::Error error = CheckCode(call, max_bits, block_size); error.failure()) {
-    return error;
+  for (const int64_t b : {bits, max_bits}) {
+    if (ffi::Error error = CheckCode(call, b, block_size); error.failure()) return error;
   }
   if (ffi::Error error = CheckRounding(call, stochastic, seed); error.failure()) {
     return error;
@@ -231,7 +253,7 @@ ffi::Error PoolPutHandler(ffi::ThreadPool threads, ffi::RunId run_id, int32_t de
     if (entries->nbytes > 0) {
       const pool::Status status = PutEntry(
           found->get(), {run_id.run_id, device}, static_cast<uint64_t>(site),
-          static_cast<int>(max_bits), entries->shape, rounding,
+          static_cast<int>(bits), static_cast<int>(max_bits), entries->shape, rounding,
           values + e * entries->nbytes, HelpersOf(threads), &made);
       if (!status.ok()) return ErrorOf(call, status);
     }
@@ -269,6 +291,33 @@ ffi::Error PoolGetHandler(ffi::ThreadPool threads, ffi::RunId run_id, int32_t de
   return ffi::Error::Success();
 }
 
+// Sensitivities of sites, then the squared norm of the gradient; rows are added up.
+ffi::Error PoolNoteHandler(ffi::Buffer<ffi::F32> sensitivities, ffi::RemainingArgs,
+                           ffi::Result<ffi::Buffer<ffi::U8>> done, int64_t pool_hash,
+                           ffi::Span<const int64_t> sites) {
+  const std::string call = "pool_note";
+  const int64_t n = static_cast<int64_t>(sites.size()) + 1;
+  const auto dimensions = sensitivities.dimensions();
+  if (dimensions.size() < 1 || dimensions.back() != n) {
+    return InvalidArgument(call, "sensitivities must be [*batch, " + std::to_string(n) +
+                                     "] for so many sites, but has dimensions " +
+                                     DimensionsToString(dimensions) + ".");
+  }
+  const auto found = FindPool(call, pool_hash);
+  if (found.has_error()) return found.error();
+  const float* values = sensitivities.typed_data();
+  const int64_t count = static_cast<int64_t>(sensitivities.element_count());
+  for (int64_t i = 0; i < count; ++i) {
+    if (i % n == n - 1) {
+      (*found)->NoteGradient(values[i]);
+    } else {
+      (*found)->NoteSensitivity(static_cast<uint64_t>(sites[i % n]), values[i]);
+    }
+  }
+  std::memset(done->untyped_data(), 0, done->size_bytes());
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace dafjax
 
@@ -282,6 +331,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_pool_put, dafjax::PoolPutHandler,
                                   .Ret<xla::ffi::AnyBuffer>()  // handle
                                   .Attr<int64_t>("pool")
                                   .Attr<int64_t>("site")
+                                  .Attr<int64_t>("bits")
                                   .Attr<int64_t>("max_bits")
                                   .Attr<int64_t>("block_size")
                                   .Attr<int64_t>("columns")
@@ -299,3 +349,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_pool_get, dafjax::PoolGetHandler,
                                   .Attr<int64_t>("reads")
                                   .Attr<int64_t>("block_size")
                                   .Attr<int64_t>("columns"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_pool_note, dafjax::PoolNoteHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .RemainingArgs()  // not read
+                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()  // done
+                                  .Attr<int64_t>("pool")
+                                  .Attr<xla::ffi::Span<const int64_t>>("sites"));

@@ -3,7 +3,11 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <new>
 #include <utility>
+#include <vector>
+
+#include "pool/allocation.h"
 
 namespace dafjax::pool {
 namespace {
@@ -47,9 +51,11 @@ Status Bookkeeping::Put(const NewEntry& wanted, uint32_t* slot) {
   entry.num_tiles = wanted.num_tiles;
   entry.importance = sites_.Importance(site, wanted.num_tiles);
   entry.sequence = ++sequence_;
-  const int limit = site.now.bits > 0 ? site.now.bits : 8;
+  int bits = wanted.bits > 0 ? wanted.bits : wanted.max_bits;
+  if (site.allocated_bits > 0) bits = site.allocated_bits;
+  if (site.now.bits > 0) bits = site.now.bits;
   entry.metadata.nbytes = wanted.metadata_nbytes;
-  ShapeEntry(&entry, PowerOfTwoAtMost(std::min(limit, wanted.max_bits)));
+  ShapeEntry(&entry, PowerOfTwoAtMost(std::min(bits, wanted.max_bits)));
   const int64_t asked_nbytes = entry.Nbytes();
 
   while (!Fill(&entry)) {
@@ -343,12 +349,57 @@ void Bookkeeping::StartExecution(const Execution& execution) {
   if (epochs_.Start(execution, &over)) {
     observer_.StartExecution();
     MakeReclaimable(&over);
+    for (int n = sites_.TakeMeasures(); n > 0; --n) observer_.RefuseImportance();
+    gradient_.Settle();
     sites_.Apply();
+    AllocateBits();
+    last_run_id_ = execution.run_id;
     memory_.set_limit(next_budget_);
     last_peak_pages_ = peak_pages_;
     peak_pages_ = 0;
   }
   Shrink();
+}
+
+// Gives bits to the sites that the last execution put, so that they meet the target.
+void Bookkeeping::AllocateBits() noexcept {
+  const Target& target = next_target_;
+  std::vector<std::pair<SiteId, Site*>> put;
+  std::vector<SiteDemand> demands;
+  std::vector<int> bits;
+  int64_t num_elements = 0;
+  int64_t metadata_nbytes = 0;
+  try {
+    bool known = false;
+    for (auto& [id, site] : sites_.all()) {
+      if (target.kind == Target::kNone) site.allocated_bits = 0;
+      if (site.counts.puts == 0 || site.counts.run_id != last_run_id_) continue;
+      put.emplace_back(id, &site);
+      known = known || site.now.known;
+    }
+    expected_variance_ = 0;
+    if (!known) return;
+    std::sort(put.begin(), put.end(),
+              [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (const auto& [id, site] : put) {
+      const SiteCounts& counts = site->counts;
+      const double importance = sites_.Importance(*site, counts.tiles);
+      demands.push_back({counts.tiles * kTileElements, importance, 1, 8});
+      bits.push_back(static_cast<int>(counts.tile_bits_kept /
+                                      std::max<int64_t>(counts.tiles, 1)));
+      num_elements += demands.back().num_elements;
+      metadata_nbytes += counts.metadata_nbytes;
+    }
+    if (target.kind != Target::kNone) {
+      bits = target.Meet(demands, num_elements, metadata_nbytes, gradient_.energy());
+    }
+    expected_variance_ = ExpectedVariance(demands, bits);
+  } catch (const std::bad_alloc&) {
+    // Bits stay what they were.
+    return;
+  }
+  if (target.kind == Target::kNone) return;
+  for (size_t i = 0; i < put.size(); ++i) put[i].second->allocated_bits = bits[i];
 }
 
 void Bookkeeping::MakeReclaimable(EntryList* over) {

@@ -19,6 +19,7 @@
 #include "pool/statistics.h"
 #include "pool/status.h"
 #include "pool/streams.h"
+#include "pool/target.h"
 
 namespace dafjax::pool {
 
@@ -44,6 +45,8 @@ class Bookkeeping {
     int64_t num_tiles = 0;
     int max_bits = 0;
     int64_t metadata_nbytes = 0;
+    // Where nothing else is set or allocated; 0: max_bits.
+    int bits = 0;
   };
 
   // Makes an entry in the phase of writing. May throw.
@@ -65,6 +68,14 @@ class Bookkeeping {
   void AddImportance(SiteId site, double sample);
   void SetBits(SiteId site, int bits) { sites_.SetBits(site, bits); }
   void SetBudget(int64_t nbytes) { next_budget_ = nbytes; }
+  void SetTarget(const Target& target) { next_target_ = target; }
+  void NoteRange(SiteId site, double mean_square, int64_t num_tiles) {
+    sites_.NoteRange(site, mean_square, num_tiles);
+  }
+  void NoteSensitivity(SiteId site, double sensitivity) {
+    if (!sites_.NoteSensitivity(site, sensitivity)) observer_.RefuseImportance();
+  }
+  void NoteGradient(double energy) { gradient_.Add(energy); }
 
   // Frees what is reclaimable and gives free pages back. With `all`, all executions
   // count as over.
@@ -96,6 +107,7 @@ class Bookkeeping {
   void Free(uint32_t slot);
   void Clear(Entry* entry);
   void StartExecution(const Execution& execution);
+  void AllocateBits() noexcept;
   void MakeReclaimable(EntryList* over);
 
   const uint32_t pool_id_;
@@ -103,6 +115,11 @@ class Bookkeeping {
   const std::shared_ptr<const Growth> growth_;
   const bool backward_once_;
   int64_t next_budget_;
+  Target next_target_;
+  Gradient gradient_;
+  // The one that put anything last.
+  int64_t last_run_id_ = 0;
+  double expected_variance_ = 0;
   ObservedMemory observed_;
   LimitedMemory memory_;
   PageAllocator pages_;

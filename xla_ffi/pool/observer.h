@@ -24,10 +24,12 @@ class Observer {
     if (site.puts == 0 || site.run_id != entry.execution.run_id) {
       site.run_id = entry.execution.run_id;
       site.tiles = site.tile_bits_put = site.tile_bits_kept = 0;
+      site.metadata_nbytes = 0;
     }
     ++site.puts;
     site.max_bits = max_bits;
     site.tiles += entry.num_tiles;
+    site.metadata_nbytes += entry.metadata.nbytes;
     site.tile_bits_put += entry.num_tiles * entry.bits_put;
     site.tile_bits_kept += entry.num_tiles * entry.bits_kept;
   }

@@ -129,7 +129,7 @@ Status Pool::Put(const Execution& execution, SiteId site, const PutRequest& requ
     if (!status.ok()) return status;
     uint32_t slot = 0;
     status = book->Put({execution, site, request.num_tiles, request.max_bits,
-                        request.metadata_nbytes},
+                        request.metadata_nbytes, request.bits},
                        &slot);
     if (!status.ok()) return status;
     const Entry& entry = book->At(slot);
@@ -207,6 +207,35 @@ void Pool::SetImportance(SiteId site, double importance) noexcept {
 void Pool::AddImportance(SiteId site, double sample) noexcept {
   static_cast<void>(Guarded([&](Bookkeeping* book) -> Status {
     book->AddImportance(site, sample);
+    return {};
+  }));
+}
+
+void Pool::NoteRange(SiteId site, double mean_square, int64_t num_tiles) noexcept {
+  static_cast<void>(Guarded([&](Bookkeeping* book) -> Status {
+    book->NoteRange(site, mean_square, num_tiles);
+    return {};
+  }));
+}
+
+void Pool::NoteSensitivity(SiteId site, double sensitivity) noexcept {
+  static_cast<void>(Guarded([&](Bookkeeping* book) -> Status {
+    book->NoteSensitivity(site, sensitivity);
+    return {};
+  }));
+}
+
+void Pool::NoteGradient(double energy) noexcept {
+  static_cast<void>(Guarded([&](Bookkeeping* book) -> Status {
+    book->NoteGradient(energy);
+    return {};
+  }));
+}
+
+void Pool::SetTarget(const Target& target) noexcept {
+  static_cast<void>(Guarded([&](Bookkeeping* book) -> Status {
+    book->SetTarget(target);
+    allocates_ = target.kind != Target::kNone;
     return {};
   }));
 }

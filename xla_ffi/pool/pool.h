@@ -14,6 +14,7 @@
 #include "pool/statistics.h"
 #include "pool/status.h"
 #include "pool/tables.h"
+#include "pool/target.h"
 
 namespace dafjax::pool {
 
@@ -22,6 +23,8 @@ struct PutRequest {
   // The most bits of a code, 1 to 8; the pool uses powers of two.
   int max_bits = 0;
   int64_t metadata_nbytes = 0;
+  // Bits where none are set or allocated; 0: max_bits.
+  int bits = 0;
 };
 
 // Where to write an entry. The tables stay valid until Commit or Abort.
@@ -109,6 +112,19 @@ class Pool {
   void SetImportance(SiteId site, double importance) noexcept;
   // Blends a sample into the site's importance (exponential average, weight 1/8).
   void AddImportance(SiteId site, double sample) noexcept;
+  // Makes importances of what executions measure: the mean squared range of an entry's
+  // blocks, and what its backward pass would make of squared ranges of 1. At the start of
+  // the next execution their product, over all entries of a site, is a sample. What is not
+  // finite or is negative is counted and ignored.
+  void NoteRange(SiteId site, double mean_square, int64_t num_tiles) noexcept;
+  void NoteSensitivity(SiteId site, double sensitivity) noexcept;
+  // The squared norm of the gradient of an execution, or of a part of it.
+  void NoteGradient(double energy) noexcept;
+  // What bits are allocated for at the start of each execution, as far as importances are
+  // known; sites whose bits are set keep them.
+  void SetTarget(const Target& target) noexcept;
+  // Whether there is a target, so that it is worth measuring.
+  bool allocates() const noexcept { return allocates_.load(); }
   // Bits that the site's puts get, 1, 2, 4 or 8; never more than the request's max_bits.
   // 0 takes the setting back.
   Status SetBits(SiteId site, int bits) noexcept;
@@ -142,6 +158,7 @@ class Pool {
   mutable SystemMemory system_;
   // What was set last; in the child after fork() it is what the new state starts with.
   std::atomic<int64_t> budget_;
+  std::atomic<bool> allocates_{false};
   mutable std::atomic<State*> state_;
 };
 

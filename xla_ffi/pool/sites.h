@@ -28,12 +28,25 @@ struct SiteCounts {
   int64_t tiles = 0;
   int64_t tile_bits_put = 0;
   int64_t tile_bits_kept = 0;
+  int64_t metadata_nbytes = 0;
+};
+
+// What was measured in the execution that runs.
+struct SiteMeasure {
+  // Mean squared ranges of blocks, times tiles; and the tiles.
+  double squared_ranges = 0;
+  double tiles = 0;
+  // The importance if all squared ranges were 1.
+  double sensitivity = 0;
 };
 
 struct Site {
   // What holds, and what will from the next execution on.
   SiteSettings now;
   SiteSettings next;
+  // What allocation gave it; 0: nothing.
+  int allocated_bits = 0;
+  SiteMeasure measured;
   // Of the last put.
   int64_t num_tiles = 0;
   // The observer's.
@@ -72,6 +85,32 @@ class Sites {
     changed_ = true;
   }
 
+  // Of an entry that was put: the mean of the squared ranges of its blocks.
+  void NoteRange(SiteId id, double mean_square, int64_t num_tiles) {
+    SiteMeasure& measured = Get(id).measured;
+    measured.squared_ranges += mean_square * static_cast<double>(num_tiles);
+    measured.tiles += static_cast<double>(num_tiles);
+  }
+  // Of a backward pass that read an entry. Returns false if it is refused.
+  bool NoteSensitivity(SiteId id, double sensitivity) {
+    if (!IsImportance(sensitivity)) return false;
+    Get(id).measured.sensitivity += sensitivity;
+    return true;
+  }
+  // Makes samples of importance of what the execution that is over measured. Returns how
+  // many were refused.
+  int TakeMeasures() {
+    int refused = 0;
+    for (auto& [id, site] : sites_) {
+      const SiteMeasure measured = site.measured;
+      site.measured = {};
+      if (measured.tiles == 0 || measured.sensitivity == 0) continue;
+      const double mean = measured.squared_ranges / measured.tiles;
+      if (!AddImportance(id, measured.sensitivity * mean)) ++refused;
+    }
+    return refused;
+  }
+
   void Apply() {
     if (!changed_) return;
     changed_ = false;
@@ -95,6 +134,7 @@ class Sites {
   }
 
   const std::unordered_map<SiteId, Site>& all() const { return sites_; }
+  std::unordered_map<SiteId, Site>& all() { return sites_; }
 
   bool IsValid() const {
     for (const auto& [id, site] : sites_) {

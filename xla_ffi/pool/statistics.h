@@ -72,6 +72,9 @@ struct Stats {
   int64_t refused_importances = 0;
   int64_t refused_handles = 0;
   int64_t executions = 0;
+  // Of the gradient, as importances tell for the bits that hold; and its squared norm.
+  double expected_variance = 0;
+  double gradient_energy = 0;
   std::map<uint64_t, SiteStats> sites;
 };
 

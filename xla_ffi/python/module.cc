@@ -44,6 +44,7 @@ py::dict Handlers() {
   handlers["dafjax_unpack_bitmask"] = capsule(dafjax_unpack_bitmask);
   handlers["dafjax_pool_put"] = capsule(dafjax_pool_put);
   handlers["dafjax_pool_get"] = capsule(dafjax_pool_get);
+  handlers["dafjax_pool_note"] = capsule(dafjax_pool_note);
   handlers["dafjax_tie"] = capsule(dafjax_tie);
   return handlers;
 }

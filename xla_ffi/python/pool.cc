@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "format/packed.h"
+#include "pool/allocation.h"
 #include "pool/pool.h"
 #include "pool/registry.h"
 
@@ -313,6 +314,15 @@ std::pair<double, int64_t> TimeBookkeeping(Pool& self, int64_t first_run, int64_
   return {seconds, 2 * pages};
 }
 
+pool::Target::Kind TargetKind(const std::string& kind) {
+  if (kind == "none") return pool::Target::kNone;
+  if (kind == "average_bits") return pool::Target::kAverageBits;
+  if (kind == "nbytes") return pool::Target::kNbytes;
+  if (kind == "relative_variance") return pool::Target::kRelativeVariance;
+  throw py::value_error("`kind` must be none, average_bits, nbytes or "
+                        "relative_variance, but got " + kind + ".");
+}
+
 py::dict DictOf(const pool::Amount& amount) {
   py::dict dict;
   dict["current"] = amount.current;
@@ -358,8 +368,19 @@ py::dict StatsOf(const Pool& self) {
   dict["refused_importances"] = stats.refused_importances;
   dict["refused_handles"] = stats.refused_handles;
   dict["executions"] = stats.executions;
+  dict["expected_variance"] = stats.expected_variance;
+  dict["gradient_energy"] = stats.gradient_energy;
   dict["sites"] = sites;
   return dict;
+}
+
+std::vector<pool::SiteDemand> DemandsOf(
+    const std::vector<std::tuple<int64_t, double, int, int>>& sites) {
+  std::vector<pool::SiteDemand> demands;
+  for (const auto& [num_elements, importance, minimum, maximum] : sites) {
+    demands.push_back({num_elements, importance, minimum, maximum});
+  }
+  return demands;
 }
 
 std::optional<std::string> Violation(const Pool& self) {
@@ -382,6 +403,17 @@ void AddPool(py::module_& m) {
   m.def("copy_through_memory", &CopyThroughMemory, py::arg("memory").noconvert(),
         py::arg("row").noconvert(), py::arg("out").noconvert(),
         "What Pool.copy_through does, with the rows of an array.");
+  m.def(
+      "allocate",
+      [](const std::vector<std::tuple<int64_t, double, int, int>>& sites, int64_t budget) {
+        return pool::Allocate(DemandsOf(sites), budget);
+      },
+      py::arg("sites"), py::arg("budget"), "dafjax.allocation.allocate, for its tests.");
+  m.def(
+      "allocate_to_variance",
+      [](const std::vector<std::tuple<int64_t, double, int, int>>& sites,
+         double ceiling) { return pool::AllocateToVariance(DemandsOf(sites), ceiling); },
+      py::arg("sites"), py::arg("ceiling"));
   py::class_<Pool, std::shared_ptr<Pool>>(m, "Pool", "A pool of pages (pool/pool.h).")
       .def(py::init(&MakePool), py::arg("name"), py::kw_only(),
            py::arg("budget") = py::none(), py::arg("growth_share") = py::none(),
@@ -397,6 +429,12 @@ void AddPool(py::module_& m) {
           py::arg("site"), py::arg("bits"))
       .def("set_importance", &Pool::SetImportance, py::arg("site"),
            py::arg("importance"))
+      .def(
+          "set_target",
+          [](Pool& self, const std::string& kind, double value) {
+            self.SetTarget({TargetKind(kind), value});
+          },
+          py::arg("kind"), py::arg("value"))
       .def("add_importance", &Pool::AddImportance, py::arg("site"), py::arg("sample"))
       .def("collect", &Pool::Collect, Released())
       .def("collect_all", &Pool::CollectAll, Released())

@@ -1,0 +1,124 @@
+"""What bits are allocated for, while a program runs."""
+
+import dataclasses
+from typing import Any, TypeAlias, final
+
+from dafjax._nbytes import parse_nbytes
+
+
+def _check(name: str, value: Any, lowest: float, highest: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"`{name}` must be a number, but got `{value!r}` of type "
+            f"`{type(value).__name__}`."
+        )
+    if not lowest <= value <= highest:
+        raise ValueError(
+            f"`{name}` must be from {lowest:g} to {highest:g}, but got {value:g}."
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class AverageBits:
+    """So many bits an element on average, more of them where they matter more.
+
+    While a program trains, the backward pass measures how much the gradient suffers
+    from the rounding of each residual. Bits are then given out anew before each step,
+    so that the gradient's variance is least. Nothing is compiled anew.
+
+    Attributes:
+        bits: Bits of the codes of an element, from 1 to 8, without what blocks need
+            besides.
+
+    Raises:
+        TypeError: `bits` is no number.
+        ValueError: `bits` is out of range.
+
+    Example:
+        >>> import dafjax, jax, jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.sin(x @ w))
+        >>> with dafjax.stores.PagePool() as pool:
+        ...     compressed = dafjax.remat_compress(
+        ...         loss, bits=dafjax.AverageBits(2), store=pool
+        ...     )
+        ...     gradient = jax.jit(jax.grad(compressed))
+        ...     gradient(jnp.ones((256, 256)), jnp.ones((256, 256))).shape
+        (256, 256)
+    """
+
+    bits: float
+
+    def __post_init__(self) -> None:
+        _check("AverageBits(bits=...)", self.bits, 1, 8)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """So many bytes for all residuals in codes, as `AverageBits` otherwise.
+
+    It is a target for bits. The budget of a `dafjax.stores.PagePool` is a limit: what
+    does not fit it loses precision as it is put.
+
+    Attributes:
+        nbytes: Bytes, or text such as `"64MiB"`, kept as a number.
+
+    Raises:
+        TypeError: `nbytes` is neither a number nor text.
+        ValueError: `nbytes` cannot be read, or is less than 1.
+
+    Example:
+        >>> import dafjax
+        >>> dafjax.Budget("64MiB")
+        Budget(nbytes=67108864)
+    """
+
+    nbytes: int | str
+
+    def __post_init__(self) -> None:
+        nbytes = parse_nbytes("Budget(nbytes=...)", self.nbytes)
+        object.__setattr__(self, "nbytes", nbytes)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class NoiseCeiling:
+    """As few bits as keep the gradient's noise below a share of the gradient.
+
+    An error bound in place of a budget, as AC-GC has it (Evans and Aamodt 2021).
+
+    Attributes:
+        relative: The most that the variance of the gradient may be, over the squared
+            norm of the gradient; above 0.
+
+    Raises:
+        TypeError: `relative` is no number.
+        ValueError: `relative` is out of range.
+
+    Example:
+        >>> import dafjax
+        >>> dafjax.NoiseCeiling(0.01)
+        NoiseCeiling(relative=0.01)
+    """
+
+    relative: float
+
+    def __post_init__(self) -> None:
+        _check("NoiseCeiling(relative=...)", self.relative, 1e-12, 1e12)
+
+
+Target: TypeAlias = AverageBits | Budget | NoiseCeiling
+
+
+def as_number(target: Target | None) -> tuple[str, float]:
+    """Returns the kind of a target and its value, as the compiled library has them."""
+    match target:
+        case AverageBits(bits):
+            return "average_bits", float(bits)
+        case Budget(nbytes):
+            return "nbytes", float(nbytes)
+        case NoiseCeiling(relative):
+            return "relative_variance", float(relative)
+    return "none", 0.0

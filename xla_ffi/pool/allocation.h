@@ -1,0 +1,33 @@
+#ifndef DAFJAX_POOL_ALLOCATION_H_
+#define DAFJAX_POOL_ALLOCATION_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace dafjax::pool {
+
+// What allocation knows of a site, as `dafjax.allocation.Site`.
+struct SiteDemand {
+  int64_t num_elements = 0;
+  // Finite, at least 0: the variance of the gradient if the site alone has 1 bit.
+  double importance = 0;
+  int minimum = 1;
+  int maximum = 8;
+};
+
+// Bits (1, 2, 4 or 8) with the least sum of importance / (2^bits - 1)^2 such that the
+// sum of num_elements * bits is at most `budget`; as `dafjax.allocation.allocate`, to
+// the bit. The steps upwards of all sites are taken in the order of what they save for a
+// bit, those that do not fit are left out. Throws std::bad_alloc.
+std::vector<int> Allocate(const std::vector<SiteDemand>& demands, int64_t budget);
+
+// Few bits whose expected variance is at most `ceiling`; as
+// `dafjax.allocation.allocate_to_variance`.
+std::vector<int> AllocateToVariance(const std::vector<SiteDemand>& demands, double ceiling);
+
+// The sum of importance / (2^bits - 1)^2.
+double ExpectedVariance(const std::vector<SiteDemand>& demands, const std::vector<int>& bits);
+
+}  // namespace dafjax::pool
+
+#endif  // DAFJAX_POOL_ALLOCATION_H_
