@@ -8,8 +8,10 @@ import dataclasses
 import gc
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import tyro
 
 from benchmarks.methods import make_method
@@ -36,16 +38,20 @@ class Options:
 
 
 def measure(options: Options) -> dict[str, int]:
-    """Runs the steps and returns resident bytes before and at the peak."""
+    """Runs the steps and returns resident bytes, and what XLA planned."""
     method = make_method(options.method, bits=options.bits)
     workload = Workload(method, options.batch, options.width)
     compiled = workload.compile(scheduler=options.scheduler)
-    take_step = workload.stepper(compiled)
+    added = measure_steps(workload.stepper(compiled), options.steps)
+    return {**added, "temp": memory.temp_nbytes(compiled)}
+
+
+def measure_steps(take_step: Callable[[], Any], steps: int) -> dict[str, int]:
+    """Takes some steps and returns resident bytes before and at the peak."""
     _forget_peak()
     before = memory.resident_nbytes()
-    for _ in range(options.steps):
-        _, metrics = take_step()
-        float(metrics["loss"])  # waits for the step
+    for _ in range(steps):
+        jax.block_until_ready(take_step())
     peak = memory.peak_resident_nbytes()
     if before is None or peak is None:
         raise OSError(
@@ -55,7 +61,6 @@ def measure(options: Options) -> dict[str, int]:
         "resident_before": before,
         "resident_peak": peak,
         "resident_added": peak - before,
-        "temp": memory.temp_nbytes(compiled),
     }
 
 

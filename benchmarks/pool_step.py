@@ -5,11 +5,17 @@ Both keep the same residuals with the same bits: their gradients are equal, bit 
 Examples:
     python -m benchmarks.pool_step
     python -m benchmarks.pool_step --networks gpt2 --rounds 15 --clock cpu
+    python -m benchmarks.pool_step --rounds 0 --rss 3
 """
 
 import dataclasses
 import functools
+import json
+import os
 import pathlib
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
@@ -28,11 +34,19 @@ from dafjax.stores import AbstractStore, Arrays, PagePool
 from models import memory
 
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
 Network = Literal["resnet18", "gpt2"]
 Record = dict[str, Any]
 ArrayTree = Any
 
 _ARRAYS, _POOL = "arrays", "pool"
+STORES: dict[str, Callable[..., AbstractStore]] = {
+    _ARRAYS: lambda name: Arrays(),
+    _POOL: lambda name: PagePool(name=name),
+    # Frees what the backward pass is done with.
+    "pool, backward once": lambda name: PagePool(name=name, backward_once=True),
+}
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -57,6 +71,8 @@ class Options:
     """Bits of a code, in the pool as in arrays."""
     rounds: int = 9
     """Interleaved rounds; 0: no step is timed."""
+    rss: int = 0
+    """Processes that measure resident memory with each store; the median is shown."""
     clock: Literal["wall", "cpu"] = "wall"
     """cpu counts the processor time of this process, for a machine that is busy: it
     does not see waiting, be it for others or for threads."""
@@ -96,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             records.append(measure(step, options.rounds if i == 0 else 0, options))
     console.print(_memory_table(records))
     console.print(_time_table(records))
+    console.print(_resident_table(records))
     write_result(
         options.out,
         environment,
@@ -150,7 +167,34 @@ def measure(step: Step, rounds: int, options: Options) -> Record:
         "pool_committed_nbytes": stats.peak_committed_nbytes,
         "memory_ratio": (temp[_POOL] + stats.peak_committed_nbytes) / temp[_ARRAYS],
         "time": {name: dataclasses.asdict(t) for name, t in timings.items()},
+        "resident_added": {
+            name: [_resident_added(step, name, options) for _ in range(options.rss)]
+            for name in STORES
+        },
     }
+
+
+def _resident_added(step: Step, store: str, options: Options) -> int:
+    """Measures the resident memory that steps add, in a fresh process."""
+    # A process takes what it is to measure from its input.
+    task = {
+        "network": step.network,
+        "size": step.size,
+        "store": store,
+        "options": dataclasses.asdict(options) | {"out": None},
+    }
+    completed = subprocess.run(
+        [sys.executable, "-m", "benchmarks.pool_rss"],
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    if completed.returncode:
+        raise RuntimeError(f"benchmarks.pool_rss failed:\n{completed.stderr}")
+    return json.loads(completed.stdout.splitlines()[-1])["resident_added"]
 
 
 def _method(store: AbstractStore, options: Options) -> Method:
@@ -228,7 +272,27 @@ def _time_table(records: Sequence[Record]) -> rich.table.Table:
     )
 
 
-def _megabytes(nbytes: int) -> str:
+def _resident_table(records: Sequence[Record]) -> rich.table.Table:
+    return make_table(
+        "Resident memory that steps add, MB",
+        left=("Network", "Size"),
+        right=tuple(STORES),
+        rows=[
+            (
+                record["network"],
+                record["size"],
+                *(
+                    _megabytes(statistics.median(record["resident_added"][name]))
+                    for name in STORES
+                ),
+            )
+            for record in records
+            if any(record["resident_added"].values())
+        ],
+    )
+
+
+def _megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:.1f}"
 
 
