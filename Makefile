@@ -49,6 +49,8 @@ bench: $(VENV)/installed
 	  --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
 	$(RUN) -m benchmarks.plan_bytes
 	$(RUN) -m benchmarks.eager_overhead
+	$(RUN) -m benchmarks.pool_fragmentation
+	$(RUN) -m benchmarks.pool_speed
 	$(RUN) -m benchmarks.accuracy --seeds 5
 
 $(VENV)/installed: $(SOURCES)

@@ -16,6 +16,7 @@ Examples:
 """
 
 import dataclasses
+import itertools
 import pathlib
 import resource
 from collections.abc import Iterator, Sequence
@@ -296,18 +297,21 @@ def verdicts(record: Record) -> list[str]:
 
 
 def plot(curves: dict[str, Sequence[Record]], every: int, path: pathlib.Path) -> None:
-    """Draws what is taken, and that for each byte that lives, by step."""
+    """Draws what is taken, and that for each byte that ever lived at once, by step."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     held_axes, live_axes = figure.subplots(1, 2)
     for name, curve in curves.items():
         steps = [every * (i + 1) for i in range(len(curve))]
         held = [record["held_nbytes"] / MIB for record in curve]
-        ratio = [r["held_nbytes"] / max(1, r["live_nbytes"]) for r in curve]
+        most_live = itertools.accumulate((r["live_nbytes"] for r in curve), max)
+        ratio = [h * MIB / live for h, live in zip(held, most_live, strict=True)]
         held_axes.plot(steps, held, label=name, linewidth=1.2)
         live_axes.plot(steps, ratio, label=name, linewidth=1.2)
     held_axes.set(xlabel="Step", ylabel="Memory taken (MiB)", ylim=(0, None))
     live_axes.set(
-        xlabel="Step", ylabel="Memory taken / bytes that live", ylim=(0.9, 1.6)
+        xlabel="Step",
+        ylabel="Memory taken / the most that lived so far",
+        ylim=(0.9, 1.6),
     )
     held_axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    allocators,
     block_layout,
     codec_throughput,
     eager_overhead,
@@ -23,6 +24,8 @@ from benchmarks import (
     naive_codec,
     peak_rss,
     plan_bytes,
+    pool_fragmentation,
+    pool_speed,
     pool_step,
     quantizer_cost,
     residuals,
@@ -48,6 +51,8 @@ PROGRAMS = (
     "eager_overhead",
     "plan_bytes",
     "pool_step",
+    "pool_fragmentation",
+    "pool_speed",
 )
 
 
@@ -404,3 +409,79 @@ def test_help_names_the_options(program, capsys):
         module.main(["--help"])
     assert exit_info.value.code == 0
     assert "--batch" in (text := capsys.readouterr().out) or "--out" in text
+
+
+def test_best_fit_takes_the_smallest_hole_and_merges_neighbors():
+    heap = allocators.BestFit(align=1)
+    a, b, c, d, e = (heap.allocate(n) for n in (50, 10, 30, 10, 5))
+    heap.free(a)
+    heap.free(c)
+    assert heap.allocate(20) == c
+    assert heap.allocate(50) == a
+    heap.free(b)
+    heap.free(d)
+    # What is left of the hole at `c`, and `d`.
+    assert heap.allocate(20) == c + 20
+    heap.free(e)
+    # The last hole grows at the end.
+    assert heap.allocate(9) == b
+    assert heap.allocate(12) == e
+    assert heap.held_nbytes() == 112
+
+
+def test_steps_of_the_fragmentation_benchmark_stay_below_what_may_live():
+    options = pool_fragmentation.Options(steps=3000, live_mib=24, overlap=4)
+    live: dict[int, list] = {}
+    for step in pool_fragmentation.make_steps(options):
+        run, sizes = live.get(step.device, (step.run, []))
+        sizes = sizes if run == step.run else []
+        live[step.device] = (step.run, [*sizes, step.nbytes])
+        assert sum(sum(sizes) for _, sizes in live.values()) <= 24 << 20
+
+
+def test_pages_take_less_than_a_heap_for_residuals_that_come_and_go():
+    # Large ones, so that few steps are enough.
+    options = pool_fragmentation.Options(
+        steps=1200, live_mib=64, overlap=8, least=1 << 19, most=1 << 22
+    )
+    steps = list(pool_fragmentation.make_steps(options))
+    pages = pool_fragmentation.run_pool(steps, 50, budget=None)
+    heap = pool_fragmentation.run_allocator(steps, 50, allocators.BestFit())
+    malloc = pool_fragmentation.run_allocator(steps, 50, allocators.Malloc())
+    records = [
+        pool_fragmentation.summarize(name, curve, 0.3)
+        for name, curve in {"pages": pages, "heap": heap, "malloc": malloc}.items()
+    ]
+    assert len({r["live_nbytes"] for r in records}) == 1
+    assert records[0]["held_per_live"] < 1.15 < records[1]["held_per_live"]
+    assert records[0]["utilization_least"] > 0.95
+    assert records[0]["growths_after_warm_up"] == 0
+    within = pool_fragmentation.run_pool(steps, 50, budget=32 << 20)
+    assert max(record["held_nbytes"] for record in within) <= 32 << 20
+    assert within[-1]["degraded_nbytes"] > 0
+
+
+def test_the_fragmentation_benchmark_writes_a_plot(tmp_path):
+    out = tmp_path / "out.json"
+    pool_fragmentation.main(
+        ["--steps", "400", "--live-mib", "16", "--demands-mib", "10", "--out", str(out)]
+    )
+    result = json.loads(out.read_text())
+    assert result["allocators"][0]["allocator"] == "page pool"
+    assert {r["growth"] for r in result["growth"]} == {"adaptive", "100 MB"}
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_pool_speed_copies_through_both(tmp_path):
+    out = tmp_path / "out.json"
+    pool_speed.main(
+        ["--blobs-kib", "64", "256", "--total-mib", "1", "--rounds", "1",
+         "--pages", "2", "--entries", "5", "--out", str(out)]
+    )  # fmt: skip
+    result = json.loads(out.read_text())
+    assert [r["blobs_nbytes"] for r in result["copies"]] == [
+        [65536, 262144],
+        [65536],
+        [262144],
+    ]
+    assert result["bookkeeping"][0]["ns_per_page_operation"] > 0

@@ -114,8 +114,8 @@ BUGS = {
     ),
     "an allocation that fails comes too late": (
         "bookkeeping.cc",
-        "  observer_.Prepare(wanted.site);\n",
-        "",
+        "  StartExecution(wanted.execution);\n",
+        "  StartExecution(wanted.execution);\n  PrepareEntry(wanted);\n",
     ),
 }
 

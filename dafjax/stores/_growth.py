@@ -18,7 +18,7 @@ class AdaptiveGrowth:
         share: Of the most bytes in use in this execution and the one before.
     """
 
-    share: float = 1 / 16
+    share: float = 1 / 32
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:

@@ -36,7 +36,6 @@ Status Bookkeeping::Put(const NewEntry& wanted, uint32_t* slot) {
   // All that may throw, before anything changes.
   const uint32_t chosen = PrepareEntry(wanted);
   epochs_.Prepare(wanted.execution.device);
-  observer_.Prepare(wanted.site);
   Site& site = sites_.Get(wanted.site);
 
   // Taken off before room is made, which makes other entries vacant.
@@ -44,7 +43,7 @@ Status Bookkeeping::Put(const NewEntry& wanted, uint32_t* slot) {
   StartExecution(wanted.execution);
   Entry& entry = entries_[chosen];
   entry.execution = wanted.execution;
-  entry.site = wanted.site;
+  entry.site = &site;
   entry.num_tiles = wanted.num_tiles;
   entry.importance = sites_.Importance(site, wanted.num_tiles);
   entry.sequence = ++sequence_;
@@ -74,7 +73,6 @@ void Bookkeeping::Commit(uint32_t slot) {
   Epochs::Run* run = epochs_.Find(entry.execution);
   MoveTo(&entry, run == nullptr ? Phase::kReclaimable : Phase::kLive);
   (run == nullptr ? reclaimable_ : run->live).Append(&entries_, slot);
-  if (entry.bits_kept > 0) tree_.Insert(&entry.place, entry.Key(), slot);
 }
 
 void Bookkeeping::Abort(uint32_t slot) { Free(slot); }
@@ -204,7 +202,25 @@ bool Bookkeeping::Degrade(Entry* entry) {
   return EvictFirst();
 }
 
-EvictionTree::Tree::const_iterator Bookkeeping::FirstVictim() const {
+// Entries come into the tree when something is to be evicted, and not before: as long as
+// the budget is wide, no put pays for the tree. Those of executions that are over do not
+// count, because all of them that could be are reclaimed first.
+void Bookkeeping::OfferAll() {
+  for (Epochs::Device& device : epochs_.devices()) {
+    for (Epochs::Run& run : device.runs) {
+      for (uint32_t slot = run.live.tail; slot != kNoEntry;
+           slot = entries_[slot].previous) {
+        Entry& entry = entries_[slot];
+        if (entry.offered) break;
+        entry.offered = true;
+        if (entry.bits_kept > 0) tree_.Insert(&entry.place, entry.Key(), slot);
+      }
+    }
+  }
+}
+
+EvictionTree::Tree::const_iterator Bookkeeping::FirstVictim() {
+  OfferAll();
   auto victim = tree_.begin();
   while (victim != tree_.end() && entries_[victim->second].pins > 0) ++victim;
   return victim;
@@ -312,11 +328,14 @@ void Bookkeeping::Free(uint32_t slot) {
 }
 
 void Bookkeeping::Clear(Entry* entry) {
+  // Against the order of Fill, so that an entry that takes its place gets its pages in
+  // the same order again, and memory is gone through upwards.
+  for (int i = kMaxPlanes; i > 0; --i) streams_.Clear(&entry->planes[i - 1]);
   streams_.Clear(&entry->metadata);
-  for (Stream& plane : entry->planes) streams_.Clear(&plane);
   entry->bits_put = 0;
   entry->bits_kept = 0;
   entry->reads = 0;
+  entry->offered = false;
 }
 
 void Bookkeeping::StartExecution(const Execution& execution) {

@@ -29,9 +29,10 @@ namespace dafjax::pool {
 //
 // Invariants, besides those of the parts: every page that is in use belongs to a stream
 // of one entry or to the small allocator, whose slots that are in use are the tails of
-// streams; the tree holds the committed entries with bits_kept > 0, each with its key;
-// lists hold the committed entries, each with its phase; fixed_nbytes = the sum of
-// FixedNbytes() of all entries; the observer's counts are the sums over all entries.
+// streams; the tree holds the offered entries with bits_kept > 0, each with its key;
+// lists hold the committed entries, each with its phase, and on that of an execution the
+// entries that are not offered are the last ones; fixed_nbytes = the sum of FixedNbytes()
+// of all entries; the observer's counts are the sums over all entries.
 class Bookkeeping {
  public:
   Bookkeeping(Memory* memory, std::shared_ptr<const Growth> growth, int64_t budget,
@@ -82,7 +83,8 @@ class Bookkeeping {
   bool Grow(int64_t lacking_nbytes);
   bool Degrade(Entry* entry);
   bool EvictFirst();
-  EvictionTree::Tree::const_iterator FirstVictim() const;
+  void OfferAll();
+  EvictionTree::Tree::const_iterator FirstVictim();
   void Evict(uint32_t slot);
   void Shrink();
   Status Exhausted(const NewEntry& wanted) const;

@@ -8,6 +8,7 @@
 #include "format/packed.h"
 #include "pool/eviction.h"
 #include "pool/execution.h"
+#include "pool/sites.h"
 #include "pool/streams.h"
 
 namespace dafjax::pool {
@@ -33,10 +34,10 @@ constexpr int LowerBits(int bits) { return bits / 2; }
 //
 // Invariants: if it is not vacant, bits_kept <= bits_put, plane i holds num_tiles *
 // TileNbytes(width of i) bytes if i < NumPlanes(bits_kept) and none if not, and all
-// streams are complete. It is in the eviction tree if and only if it is committed and
-// bits_kept > 0. It is on a list if and only if it is committed: that of its execution
-// if live, that of all reclaimable ones if not. pins > 0 only if it is committed. If it
-// is vacant, all streams are empty.
+// streams are complete. It is on a list if and only if it is committed: that of its
+// execution if live, that of all reclaimable ones if not. It is in the eviction tree if
+// and only if it is committed, `offered` and bits_kept > 0. pins > 0 only if it is
+// committed. If it is vacant, all streams are empty.
 struct Entry {
   uint32_t generation = 0;
   Phase phase = Phase::kVacant;
@@ -45,8 +46,11 @@ struct Entry {
   int pins = 0;
   // Since it was put.
   int64_t reads = 0;
+  // Whether the eviction tree has been told of it.
+  bool offered = false;
   Execution execution;
-  SiteId site = 0;
+  // Null only if vacant; a site is never removed.
+  Site* site = nullptr;
   int64_t num_tiles = 0;
   // The order of puts.
   uint64_t sequence = 0;

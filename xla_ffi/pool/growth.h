@@ -30,7 +30,7 @@ class AdaptiveGrowth final : public Growth {
   static constexpr int64_t kLeast = int64_t{2} << 20;
   static constexpr int64_t kMost = int64_t{64} << 20;
 
-  explicit AdaptiveGrowth(double share = 1.0 / 16) : share_(share) {}
+  explicit AdaptiveGrowth(double share = 1.0 / 32) : share_(share) {}
 
   int64_t Increment(const Demand& demand) const override {
     const double part = share_ * static_cast<double>(demand.peak_used);

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "pool/bookkeeping.h"
@@ -9,16 +10,23 @@
 namespace dafjax::pool {
 
 Stats Bookkeeping::Snapshot() const {
-  Stats stats = observer_.Snapshot();
+  Stats stats = observer_.counts();
   stats.budget = memory_.limit();
   stats.committed = observed_.committed();
   stats.pages_used = pages_.num_used();
   stats.pages_free = pages_.num_free();
-  for (auto& [id, out] : stats.sites) {
-    const auto site = sites_.all().find(id);
-    if (site == sites_.all().end()) continue;
-    out.importance = site->second.next.importance;
-    out.importance_known = site->second.next.known;
+  for (const auto& [id, site] : sites_.all()) {
+    const SiteCounts& counts = site.counts;
+    if (counts.puts == 0) continue;
+    const double tiles = counts.tiles > 0 ? static_cast<double>(counts.tiles) : 1.0;
+    SiteStats& out = stats.sites[id];
+    out.puts = counts.puts;
+    out.evictions = counts.evictions;
+    out.max_bits = counts.max_bits;
+    out.bits_put = static_cast<double>(counts.tile_bits_put) / tiles;
+    out.bits_kept = static_cast<double>(counts.tile_bits_kept) / tiles;
+    out.importance = site.next.importance;
+    out.importance_known = site.next.known;
   }
   return stats;
 }
@@ -35,6 +43,7 @@ struct Sums {
   int64_t live_nbytes = 0;
   int64_t fixed_nbytes = 0;
   int64_t in_tree = 0;
+  int64_t vacant = 0;
   std::vector<const uint8_t*> pages;
   std::vector<SlotRun> tails;
 };
@@ -55,9 +64,11 @@ const char* StreamViolation(const Stream& stream, const SmallAllocator& small,
 const char* EntryViolation(const Entry& entry, const SmallAllocator& small, Sums* sums) {
   if (entry.phase == Phase::kVacant) {
     if (entry.Nbytes() != 0 || entry.LackingNbytes() != 0 || entry.pins != 0 ||
-        entry.place.inside()) {
+        entry.offered || entry.place.inside()) {
       return "entry: a vacant one is empty";
     }
+    // One whose generations are used up stays vacant.
+    sums->vacant += entry.generation != std::numeric_limits<uint32_t>::max();
     return nullptr;
   }
   if (entry.bits_kept > entry.bits_put) return "entry: bits_kept <= bits_put";
@@ -70,8 +81,9 @@ const char* EntryViolation(const Entry& entry, const SmallAllocator& small, Sums
     if (violation != nullptr) return violation;
   }
   if (const char* v = StreamViolation(entry.metadata, small, sums)) return v;
-  if (entry.place.inside() != (entry.IsCommitted() && entry.bits_kept > 0)) {
-    return "entry: in the tree if and only if committed with bits_kept > 0";
+  if (entry.offered && !entry.IsCommitted()) return "entry: offered only if committed";
+  if (entry.place.inside() != (entry.offered && entry.bits_kept > 0)) {
+    return "entry: in the tree if and only if offered with bits_kept > 0";
   }
   if (entry.pins < 0 || (entry.pins > 0 && !entry.IsCommitted())) {
     return "entry: pins > 0 only if committed";
@@ -106,6 +118,10 @@ const char* Bookkeeping::Violation() const {
     const char* violation = EntryViolation(entry, streams_.small(), &sums);
     if (violation != nullptr) return violation;
   }
+  if (static_cast<int64_t>(vacant_.size()) != sums.vacant ||
+      vacant_.capacity() < entries_.size()) {
+    return "entries: each vacant one can be found";
+  }
   if (!streams_.small().IsValid(sums.tails)) return "small allocator: masks and lists";
   streams_.small().AppendPages(&sums.pages);
   if (!pages_.IsValid(sums.pages)) return "page allocator: used + free = committed";
@@ -132,6 +148,10 @@ const char* Bookkeeping::Violation() const {
         const Execution& execution = entries_[i].execution;
         if (execution.run_id != run.id || execution.device != device.id) {
           return "epochs: entries are of their run";
+        }
+        const uint32_t before = entries_[i].previous;
+        if (entries_[i].offered && before != kNoEntry && !entries_[before].offered) {
+          return "epochs: entries that are not offered are the last ones";
         }
       }
       live += run.live.count;

@@ -2,7 +2,6 @@
 #define DAFJAX_POOL_OBSERVER_H_
 
 #include <cstdint>
-#include <unordered_map>
 
 #include "pool/entry.h"
 #include "pool/statistics.h"
@@ -15,16 +14,13 @@ namespace dafjax::pool {
 // vacant; bytes_live those of entries that are being written or are live.
 class Observer {
  public:
-  // Makes sure that Put needs no memory. Throws std::bad_alloc with nothing changed.
-  void Prepare(SiteId site) { sites_[site]; }
-
   // A new entry, that is complete. `asked_nbytes` is what it would take with all bits.
   void Put(const Entry& entry, int max_bits, int64_t asked_nbytes) {
     stats_.entries.Add(1);
     stats_.bytes.Add(entry.Nbytes());
     Count(entry.phase, 1, entry.Nbytes());
     stats_.degraded_nbytes += asked_nbytes - entry.Nbytes();
-    SiteCounts& site = sites_[entry.site];
+    SiteCounts& site = entry.site->counts;
     if (site.puts == 0 || site.run_id != entry.execution.run_id) {
       site.run_id = entry.execution.run_id;
       site.tiles = site.tile_bits_put = site.tile_bits_kept = 0;
@@ -51,7 +47,7 @@ class Observer {
     stats_.bytes.Remove(nbytes);
     stats_.degraded_nbytes += nbytes;
     ++stats_.evictions;
-    SiteCounts& site = sites_.find(entry.site)->second;
+    SiteCounts& site = entry.site->counts;
     ++site.evictions;
     if (site.run_id == entry.execution.run_id) {
       site.tile_bits_kept -= entry.num_tiles * (entry.bits_kept - bits);
@@ -64,36 +60,9 @@ class Observer {
   void RefuseHandle() { ++stats_.refused_handles; }
   void StartExecution() { ++stats_.executions; }
 
-  // What it knows; the rest is as constructed. May throw std::bad_alloc.
-  Stats Snapshot() const {
-    Stats stats = stats_;
-    for (const auto& [id, site] : sites_) {
-      if (site.puts == 0) continue;
-      SiteStats& out = stats.sites[id];
-      const double tiles = site.tiles > 0 ? static_cast<double>(site.tiles) : 1.0;
-      out.puts = site.puts;
-      out.evictions = site.evictions;
-      out.max_bits = site.max_bits;
-      out.bits_put = static_cast<double>(site.tile_bits_put) / tiles;
-      out.bits_kept = static_cast<double>(site.tile_bits_kept) / tiles;
-    }
-    return stats;
-  }
-
   const Stats& counts() const { return stats_; }
 
  private:
-  struct SiteCounts {
-    int64_t puts = 0;
-    int64_t evictions = 0;
-    int max_bits = 0;
-    // Of one execution.
-    int64_t run_id = 0;
-    int64_t tiles = 0;
-    int64_t tile_bits_put = 0;
-    int64_t tile_bits_kept = 0;
-  };
-
   void Count(Phase phase, int64_t entries, int64_t nbytes) {
     switch (phase) {
       case Phase::kVacant: return;
@@ -105,7 +74,6 @@ class Observer {
   }
 
   Stats stats_;
-  std::unordered_map<SiteId, SiteCounts> sites_;
 };
 
 }  // namespace dafjax::pool

@@ -18,12 +18,26 @@ struct SiteSettings {
   bool known = false;
 };
 
+// What is counted of a site.
+struct SiteCounts {
+  int64_t puts = 0;
+  int64_t evictions = 0;
+  int max_bits = 0;
+  // Of one execution: sums over tiles.
+  int64_t run_id = 0;
+  int64_t tiles = 0;
+  int64_t tile_bits_put = 0;
+  int64_t tile_bits_kept = 0;
+};
+
 struct Site {
   // What holds, and what will from the next execution on.
   SiteSettings now;
   SiteSettings next;
   // Of the last put.
   int64_t num_tiles = 0;
+  // The observer's.
+  SiteCounts counts;
 };
 
 // Settings of sites. What is set holds after Apply().

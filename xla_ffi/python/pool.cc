@@ -7,8 +7,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <time.h>
+
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -105,10 +106,53 @@ void ForEachStretch(const pool::MetadataTable<Byte>& metadata, const Copy& copy)
   }
 }
 
-// `codes` are planes of `max_bits` bits, as format/packed.h has them; those are written
-// that the pool has room for.
-HandleWords Put(Pool& self, int64_t run_id, int32_t device, uint64_t site, int max_bits,
-                const Bytes& codes, const Bytes& metadata, bool commit) {
+// Puts planes of `request.max_bits` bits, as format/packed.h has them: those that the
+// pool has room for.
+Status Write(Pool* self, const pool::Execution& execution, uint64_t site,
+             const pool::PutRequest& request, const uint8_t* codes,
+             const uint8_t* metadata, Handle* handle) {
+  pool::PutView view;
+  Status status = self->Put(execution, site, request, &view, handle);
+  if (!status.ok()) return status;
+  for (int i = 0; i < view.num_planes; ++i) {
+    ForEachStretch(view.planes[i], request.num_tiles,
+                   [codes](uint8_t* page, int64_t at, int64_t nbytes) {
+                     std::memcpy(page, codes + at, static_cast<size_t>(nbytes));
+                   });
+    codes += request.num_tiles * pool::TileNbytes(view.planes[i].width);
+  }
+  ForEachStretch(view.metadata, [metadata](uint8_t* page, int64_t at, int64_t nbytes) {
+    std::memcpy(page, metadata + at, static_cast<size_t>(nbytes));
+  });
+  return status;
+}
+
+// Gets what is left. If that is more than the buffers hold, `view` tells and nothing is
+// written.
+Status Read(Pool* self, const pool::Execution& execution, const Handle& handle,
+            uint8_t* codes, int64_t codes_nbytes, uint8_t* metadata,
+            int64_t metadata_nbytes, pool::GetView* view, bool* fits) {
+  const Status status = self->Get(execution, handle, view);
+  if (!status.ok()) return status;
+  *fits = codes_nbytes >= view->num_tiles * pool::TileNbytes(view->bits_kept) &&
+          metadata_nbytes >= view->metadata.nbytes;
+  for (int i = 0; *fits && i < view->num_planes; ++i) {
+    ForEachStretch(view->planes[i], view->num_tiles,
+                   [codes](const uint8_t* page, int64_t at, int64_t nbytes) {
+                     std::memcpy(codes + at, page, static_cast<size_t>(nbytes));
+                   });
+    codes += view->num_tiles * pool::TileNbytes(view->planes[i].width);
+  }
+  if (*fits) {
+    ForEachStretch(view->metadata,
+                   [metadata](const uint8_t* page, int64_t at, int64_t nbytes) {
+                     std::memcpy(metadata + at, page, static_cast<size_t>(nbytes));
+                   });
+  }
+  return self->Unpin(handle);
+}
+
+pool::PutRequest RequestOf(int max_bits, const Bytes& codes, const Bytes& metadata) {
   if (max_bits != 1 && max_bits != 2 && max_bits != 4 && max_bits != 8) {
     throw py::value_error("`max_bits` must be 1, 2, 4 or 8, but got " +
                           std::to_string(max_bits) + ".");
@@ -119,29 +163,20 @@ HandleWords Put(Pool& self, int64_t run_id, int32_t device, uint64_t site, int m
                           std::to_string(tile_nbytes) + " bytes, but has " +
                           std::to_string(codes.size()) + ".");
   }
-  const pool::PutRequest request = {codes.size() / tile_nbytes, max_bits,
-                                    metadata.size()};
+  return {codes.size() / tile_nbytes, max_bits, metadata.size()};
+}
+
+HandleWords Put(Pool& self, int64_t run_id, int32_t device, uint64_t site, int max_bits,
+                const Bytes& codes, const Bytes& metadata, bool commit) {
+  const pool::PutRequest request = RequestOf(max_bits, codes, metadata);
   const uint8_t* code = codes.data();
   const uint8_t* parameters = metadata.data();
-  pool::PutView view;
   Handle handle;
   Status status;
   {
     const py::gil_scoped_release release;
-    status = self.Put({run_id, device}, site, request, &view, &handle);
-    if (status.ok()) {
-      for (int i = 0; i < view.num_planes; ++i) {
-        ForEachStretch(view.planes[i], request.num_tiles,
-                       [&](uint8_t* page, int64_t at, int64_t nbytes) {
-                         std::memcpy(page, code + at, static_cast<size_t>(nbytes));
-                       });
-        code += request.num_tiles * pool::TileNbytes(view.planes[i].width);
-      }
-      ForEachStretch(view.metadata, [&](uint8_t* page, int64_t at, int64_t nbytes) {
-        std::memcpy(page, parameters + at, static_cast<size_t>(nbytes));
-      });
-      if (commit) status = self.Commit(handle);
-    }
+    status = Write(&self, {run_id, device}, site, request, code, parameters, &handle);
+    if (status.ok() && commit) status = self.Commit(handle);
   }
   Check(status);
   return WordsOf(handle);
@@ -169,25 +204,8 @@ std::pair<int, int> GetInto(Pool& self, int64_t run_id, int32_t device,
   bool fits = false;
   {
     const py::gil_scoped_release release;
-    status = self.Get({run_id, device}, handle, &view);
-    if (status.ok()) {
-      fits = codes_nbytes >= view.num_tiles * pool::TileNbytes(view.bits_kept) &&
-             metadata_nbytes >= view.metadata.nbytes;
-      for (int i = 0; fits && i < view.num_planes; ++i) {
-        ForEachStretch(view.planes[i], view.num_tiles,
-                       [&](const uint8_t* page, int64_t at, int64_t nbytes) {
-                         std::memcpy(code + at, page, static_cast<size_t>(nbytes));
-                       });
-        code += view.num_tiles * pool::TileNbytes(view.planes[i].width);
-      }
-      if (fits) {
-        ForEachStretch(view.metadata,
-                       [&](const uint8_t* page, int64_t at, int64_t nbytes) {
-                         std::memcpy(parameters + at, page, static_cast<size_t>(nbytes));
-                       });
-      }
-      status = self.Unpin(handle);
-    }
+    status = Read(&self, {run_id, device}, handle, code, codes_nbytes, parameters,
+                  metadata_nbytes, &view, &fits);
   }
   Check(status);
   if (!fits) throw py::value_error("`codes` or `metadata` is too short: see `describe`.");
@@ -206,8 +224,63 @@ std::tuple<int, int, Bytes, Bytes> Get(Pool& self, int64_t run_id, int32_t devic
   return {bits_put, bits_kept, Bytes(left, codes.data()), std::move(metadata)};
 }
 
+// Puts the same bytes `count` times and gets them back, from the last to the first.
+void CopyThrough(Pool& self, int64_t run_id, int64_t count, int max_bits,
+                 const Bytes& codes, const Bytes& metadata, Bytes codes_out,
+                 Bytes metadata_out) {
+  const pool::PutRequest request = RequestOf(max_bits, codes, metadata);
+  const uint8_t* code = codes.data();
+  const uint8_t* parameters = metadata.data();
+  uint8_t* code_out = codes_out.mutable_data();
+  uint8_t* parameters_out = metadata_out.mutable_data();
+  const int64_t codes_nbytes = codes_out.size();
+  const int64_t metadata_nbytes = metadata_out.size();
+  std::vector<Handle> handles(static_cast<size_t>(count));
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    for (size_t i = 0; i < handles.size() && status.ok(); ++i) {
+      status = Write(&self, {run_id, 0}, i, request, code, parameters, &handles[i]);
+      if (status.ok()) status = self.Commit(handles[i]);
+    }
+    for (size_t i = handles.size(); i > 0 && status.ok(); --i) {
+      pool::GetView view;
+      bool fits = false;
+      status = Read(&self, {run_id, 0}, handles[i - 1], code_out, codes_nbytes,
+                    parameters_out, metadata_nbytes, &view, &fits);
+    }
+  }
+  Check(status);
+}
+
+// The same through the rows of contiguous memory.
+void CopyThroughMemory(Bytes memory, const Bytes& row, Bytes out) {
+  if (memory.ndim() != 2 || memory.shape(1) != row.size() || out.size() != row.size()) {
+    throw py::value_error("`memory` must have rows as long as `row` and `out`.");
+  }
+  const size_t nbytes = static_cast<size_t>(row.size());
+  const int64_t count = memory.shape(0);
+  uint8_t* data = memory.mutable_data();
+  const uint8_t* from = row.data();
+  uint8_t* to = out.mutable_data();
+  const py::gil_scoped_release release;
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(data + i * static_cast<int64_t>(nbytes), from, nbytes);
+  }
+  for (int64_t i = count - 1; i >= 0; --i) {
+    std::memcpy(to, data + i * static_cast<int64_t>(nbytes), nbytes);
+  }
+}
+
+double ThreadSeconds() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
 // Puts `num_entries` entries and gets each once, `rounds` times, an execution each, and
-// touches no page. Returns the seconds, and how many pages were given and taken back.
+// touches no page. Returns the thread's processor time in seconds, and how many pages
+// were given and taken back.
 std::pair<double, int64_t> TimeBookkeeping(Pool& self, int64_t first_run, int64_t rounds,
                                            int64_t num_entries, int64_t num_tiles,
                                            int bits, int64_t metadata_nbytes) {
@@ -215,7 +288,7 @@ std::pair<double, int64_t> TimeBookkeeping(Pool& self, int64_t first_run, int64_
   int64_t pages = 0;
   Status status;
   const py::gil_scoped_release release;
-  const auto start = std::chrono::steady_clock::now();
+  const double start = ThreadSeconds();
   for (int64_t round = 0; round < rounds && status.ok(); ++round) {
     const pool::Execution execution = {first_run + round, 0};
     for (size_t i = 0; i < handles.size() && status.ok(); ++i) {
@@ -232,12 +305,12 @@ std::pair<double, int64_t> TimeBookkeeping(Pool& self, int64_t first_run, int64_
       if (status.ok()) status = self.Unpin(handles[i]);
     }
   }
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  const double seconds = ThreadSeconds() - start;
   {
     const py::gil_scoped_acquire acquire;
     Check(status);
   }
-  return {seconds.count(), 2 * pages};
+  return {seconds, 2 * pages};
 }
 
 py::dict DictOf(const pool::Amount& amount) {
@@ -306,6 +379,9 @@ void AddPool(py::module_& m) {
   m.def(
       "find_pool", [](uint64_t hash) { return pool::FindPool(hash); }, py::arg("hash"),
       "The pool in use whose name has this hash, or None.");
+  m.def("copy_through_memory", &CopyThroughMemory, py::arg("memory").noconvert(),
+        py::arg("row").noconvert(), py::arg("out").noconvert(),
+        "What Pool.copy_through does, with the rows of an array.");
   py::class_<Pool, std::shared_ptr<Pool>>(m, "Pool", "A pool of pages (pool/pool.h).")
       .def(py::init(&MakePool), py::arg("name"), py::kw_only(),
            py::arg("budget") = py::none(), py::arg("growth_share") = py::none(),
@@ -343,6 +419,11 @@ void AddPool(py::module_& m) {
       .def("get_into", &GetInto, py::arg("run_id"), py::arg("device"),
            py::arg("handle"), py::arg("codes").noconvert(),
            py::arg("metadata").noconvert(), "(bits_put, bits_kept).")
+      .def("copy_through", &CopyThrough, py::arg("run_id"), py::arg("count"),
+           py::arg("max_bits"), py::arg("codes").noconvert(),
+           py::arg("metadata").noconvert(), py::arg("codes_out").noconvert(),
+           py::arg("metadata_out").noconvert(),
+           "Puts the same bytes many times and gets them back.")
       .def("time_bookkeeping", &TimeBookkeeping, py::arg("first_run"), py::arg("rounds"),
            py::arg("num_entries"), py::arg("num_tiles"), py::arg("bits"),
            py::arg("metadata_nbytes"), "(seconds, page operations).");
