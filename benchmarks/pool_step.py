@@ -5,11 +5,13 @@ Both keep the same residuals with the same bits: their gradients are equal, bit 
 Examples:
     python -m benchmarks.pool_step
     python -m benchmarks.pool_step --networks gpt2 --rounds 15 --clock cpu
+    python -m benchmarks.pool_step --rounds 0 --rss 3
 """
 
 import dataclasses
 import functools
 import pathlib
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
@@ -23,6 +25,7 @@ from benchmarks import training, transformer_memory
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.harness import Check, Contender, Timing, compare
 from benchmarks.methods import Method
+from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.tables import make_console, make_table
 from dafjax.stores import AbstractStore, Arrays, PagePool
 from models import memory
@@ -33,6 +36,12 @@ Record = dict[str, Any]
 ArrayTree = Any
 
 _ARRAYS, _POOL = "arrays", "pool"
+STORES: dict[str, Callable[..., AbstractStore]] = {
+    _ARRAYS: lambda name: Arrays(),
+    _POOL: lambda name: PagePool(name=name),
+    # Frees what the backward pass is done with.
+    "pool, backward once": lambda name: PagePool(name=name, backward_once=True),
+}
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -57,6 +66,8 @@ class Options:
     """Bits of a code, in the pool as in arrays."""
     rounds: int = 9
     """Interleaved rounds; 0: no step is timed."""
+    rss: int = 0
+    """Processes that measure resident memory with each store; the median is shown."""
     clock: Literal["wall", "cpu"] = "wall"
     """cpu counts the processor time of this process, for a machine that is busy: it
     does not see waiting, be it for others or for threads."""
@@ -96,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             records.append(measure(step, options.rounds if i == 0 else 0, options))
     console.print(_memory_table(records))
     console.print(_time_table(records))
+    console.print(_resident_table(records))
     write_result(
         options.out,
         environment,
@@ -150,7 +162,34 @@ def measure(step: Step, rounds: int, options: Options) -> Record:
         "pool_committed_nbytes": stats.peak_committed_nbytes,
         "memory_ratio": (temp[_POOL] + stats.peak_committed_nbytes) / temp[_ARRAYS],
         "time": {name: dataclasses.asdict(t) for name, t in timings.items()},
+        "resident_added": {
+            name: [_resident_added(step, name, options) for _ in range(options.rss)]
+            for name in STORES
+        },
     }
+
+
+def _resident_added(step: Step, store: str, options: Options) -> int:
+    """Measures the resident memory that a step adds, in a fresh process."""
+    measured = peak_rss_in_fresh_process(
+        _make_step, step.network, step.size, store, options
+    )
+    return measured.added
+
+
+def _make_step(
+    network: Network, size: str, name: str, options: Options
+) -> tuple[jax.stages.Compiled, Callable[[], ArrayTree]]:
+    store = STORES[name]("measured")
+    (make,) = [s.make for s in steps_of(network, options) if s.size == size]
+    compiled, take_step = make(store)
+
+    def take_step_with_pool() -> ArrayTree:
+        # A pool must live as long as the program that uses it.
+        assert store is not None
+        return take_step()
+
+    return compiled, take_step_with_pool
 
 
 def _method(store: AbstractStore, options: Options) -> Method:
@@ -228,7 +267,27 @@ def _time_table(records: Sequence[Record]) -> rich.table.Table:
     )
 
 
-def _megabytes(nbytes: int) -> str:
+def _resident_table(records: Sequence[Record]) -> rich.table.Table:
+    return make_table(
+        "Resident memory that steps add, MB",
+        left=("Network", "Size"),
+        right=tuple(STORES),
+        rows=[
+            (
+                record["network"],
+                record["size"],
+                *(
+                    _megabytes(statistics.median(record["resident_added"][name]))
+                    for name in STORES
+                ),
+            )
+            for record in records
+            if any(record["resident_added"].values())
+        ],
+    )
+
+
+def _megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:.1f}"
 
 

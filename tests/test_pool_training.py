@@ -398,6 +398,8 @@ class TestLifetimes:
             step(p, x)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
+        # Those before are over when this one is.
+        jax.block_until_ready(step(p, x))
         check()
 
     def test_6_executions_in_flight(self, loss, check, key):

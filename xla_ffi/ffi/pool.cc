@@ -82,9 +82,9 @@ ffi::ErrorOr<std::shared_ptr<pool::Pool>> FindPool(const std::string& call,
   if (found != nullptr) return found;
   return ffi::Unexpected(ffi::Error(
       ffi::ErrorCode::kFailedPrecondition,
-      call + ": the page pool that this program was compiled for does not exist in this "
-             "process. Keep the `dafjax.stores.PagePool` for as long as programs use "
-             "it, or make one of the same name."));
+      call + ": the page pool that this program was compiled for does not exist in "
+             "this process. Keep the `dafjax.stores.PagePool` for as long as programs "
+             "use it, or make one of the same name."));
 }
 
 ffi::Error ErrorOf(const std::string& call, const pool::Status& status) {
@@ -108,7 +108,8 @@ void SetParameters(const AffineShape& shape, const pool::MetadataTable<Byte>& ta
 }
 
 int64_t ParametersNbytes(const AffineShape& shape) {
-  return 2 * static_cast<int64_t>(sizeof(uint16_t)) * shape.num_rows * shape.NumBlocks();
+  constexpr int64_t kNbytesOfBlock = 2 * sizeof(uint16_t);
+  return kNbytesOfBlock * shape.num_rows * shape.NumBlocks();
 }
 
 template <typename Byte>
@@ -132,7 +133,8 @@ PlacesOfCodes<Byte> PlacesIn(const AffineShape& shape, int kept_bits,
 // Takes back an entry that is not committed in the end.
 class Writing {
  public:
-  Writing(pool::Pool* pool, const pool::Handle& handle) : pool_(pool), handle_(handle) {}
+  Writing(pool::Pool* pool, const pool::Handle& handle)
+      : pool_(pool), handle_(handle) {}
   ~Writing() {
     if (pool_ != nullptr) static_cast<void>(pool_->Abort(handle_));
   }
