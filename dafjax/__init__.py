@@ -1,6 +1,11 @@
 """Training with residuals in a few bits: `remat_compress`, like `jax.checkpoint`."""
 
-from dafjax import codecs as codecs, policies as policies, stores as stores
+from dafjax import (
+    allocation as allocation,
+    codecs as codecs,
+    policies as policies,
+    stores as stores,
+)
 from dafjax._bits import Bits as Bits
 from dafjax._custom_calls import custom_calls as custom_calls
 from dafjax._estimate import (
