@@ -36,6 +36,7 @@ from dafjax._equation import Equation, values_of
 from dafjax._plan import ProgramPlan
 from dafjax._primitives import (
     adds_operands,
+    is_cheap,
     is_product,
     keeps_elements,
     takes_or_joins_parts,
@@ -100,6 +101,7 @@ def importances(plan: ProgramPlan, moments: Callable[[int], Moments]) -> dict[in
         blocks whose squared range is 1 on average. It is proportional to that.
     """
     noise = _relative_noise(plan, moments)
+    size = _size_of(plan)
     program = plan.program
     made = set(program.cotangents).union(*(e.outputs for e in program.backward))
     gradients = _gradients(plan, made)
@@ -116,6 +118,10 @@ def importances(plan: ProgramPlan, moments: Callable[[int], Moments]) -> dict[in
             )
         else:
             known = [influence[v] for v in eqn.outputs if v in influence]
+            if not is_cheap(eqn.primitive):
+                # A loop, for example: nothing is known of it but what it gives.
+                made_here = gradients.intersection(eqn.outputs)
+                known += [_energy(v, size, moments) for v in sorted(made_here)]
             if not known:
                 continue
             of_result = sum(known)
@@ -194,8 +200,14 @@ def _share(
     sums = adds_operands(eqn.primitive) and len(cotangents) > 1
     if not sums and not takes_or_joins_parts(eqn.primitive):
         return 1.0
-    energy = moments(value).mean_square * float(size(value))
-    return _ratio(energy, moments(result).mean_square * float(size(result)))
+    return _ratio(_energy(value, size, moments), _energy(result, size, moments))
+
+
+def _energy(
+    value: int, size: Callable[[int], int], moments: Callable[[int], Moments]
+) -> Any:
+    """Returns the sum of the squares of a value's elements."""
+    return moments(value).mean_square * float(size(value))
 
 
 def _is_sum_of_large(eqn: Equation, value: int, size: Callable[[int], int]) -> bool:

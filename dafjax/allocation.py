@@ -13,7 +13,8 @@ all sites, the Lagrange multiplier: a site takes a step to more bits if the vari
 that this saves, over the bits that it costs, is above the price. Steps of a site save
 less and less for a bit, so that steps sorted by what they save are taken in an order
 that is possible; the price is where the budget ends. What is left then goes to later
-steps that fit.
+steps that fit. Where sites are few and large this can be worse than the same bits for
+all; so it is done from each number of bits that all can have, and the best one counts.
 """
 
 import dataclasses
@@ -84,9 +85,11 @@ def expected_variance(sites: Sequence[Site], bits: Sequence[int]) -> float:
         sites: The sites.
         bits: Bits of each.
     """
-    return math.fsum(
-        site.importance * distortion(b) for site, b in zip(sites, bits, strict=True)
-    )
+    # In order, so that the compiled library has the same sum.
+    total = 0.0
+    for site, b in zip(sites, bits, strict=True):
+        total += site.importance * distortion(b)
+    return total
 
 
 def num_bits(sites: Sequence[Site], bits: Sequence[int]) -> int:
@@ -110,7 +113,17 @@ def allocate(sites: Sequence[Site], budget: int) -> tuple[int, ...]:
         >>> allocate([Site(1000, 1.0), Site(1000, 500.0)], budget=5000)
         (1, 4)
     """
-    bits = _lowest(sites, budget)
+    best = _raised(sites, _lowest(sites, budget), budget)
+    for floor in LADDER[1:]:
+        bits = [min(max(floor, site.minimum), site.maximum) for site in sites]
+        if num_bits(sites, bits) <= budget:
+            raised = _raised(sites, bits, budget)
+            best = min(best, raised, key=lambda bits: expected_variance(sites, bits))
+    return best
+
+
+def _raised(sites: Sequence[Site], bits: list[int], budget: int) -> tuple[int, ...]:
+    """Takes steps upwards, those that save most for a bit first, while they fit."""
     left = budget - num_bits(sites, bits)
     for step in _steps(sites, bits):
         cost = sites[step.site].num_elements * (step.after - step.before)

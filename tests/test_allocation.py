@@ -91,7 +91,7 @@ def test_minima_are_given_up_where_the_budget_is_too_small():
 
 def test_nothing_to_allocate():
     assert allocate([], 100) == ()
-    assert allocate([Site(0, 1.0)], 0) == (1,)
+    assert allocate([Site(0, 1.0)], 0) == (8,)
 
 
 @pytest.mark.parametrize("seed", range(10))

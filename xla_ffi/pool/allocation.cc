@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 namespace dafjax::pool {
 namespace {
@@ -72,11 +73,9 @@ void GiveUp(const std::vector<SiteDemand>& demands, int64_t excess, std::vector<
   }
 }
 
-}  // namespace
-
-std::vector<int> Allocate(const std::vector<SiteDemand>& demands, int64_t budget) {
-  std::vector<int> bits = Minima(demands);
-  GiveUp(demands, NumBits(demands, bits) - budget, &bits);
+// Takes steps upwards, those that save most for a bit first, while they fit.
+std::vector<int> Raised(const std::vector<SiteDemand>& demands, std::vector<int> bits,
+                        int64_t budget) {
   int64_t left = budget - NumBits(demands, bits);
   for (const Step& step : StepsFrom(demands, bits)) {
     const int64_t cost = demands[step.site].num_elements * (step.after - step.before);
@@ -86,6 +85,29 @@ std::vector<int> Allocate(const std::vector<SiteDemand>& demands, int64_t budget
     left -= cost;
   }
   return bits;
+}
+
+}  // namespace
+
+std::vector<int> Allocate(const std::vector<SiteDemand>& demands, int64_t budget) {
+  std::vector<int> bits = Minima(demands);
+  GiveUp(demands, NumBits(demands, bits) - budget, &bits);
+  std::vector<int> best = Raised(demands, bits, budget);
+  double least = ExpectedVariance(demands, best);
+  // Never worse than the same bits for all.
+  for (int rung = 1; rung < kRungs; ++rung) {
+    for (size_t s = 0; s < demands.size(); ++s) {
+      const int floor = std::max(kLadder[rung], demands[s].minimum);
+      bits[s] = std::min(floor, demands[s].maximum);
+    }
+    if (NumBits(demands, bits) > budget) continue;
+    std::vector<int> raised = Raised(demands, bits, budget);
+    const double variance = ExpectedVariance(demands, raised);
+    if (variance >= least) continue;
+    least = variance;
+    best = std::move(raised);
+  }
+  return best;
 }
 
 std::vector<int> AllocateToVariance(const std::vector<SiteDemand>& demands,

@@ -18,7 +18,8 @@ struct SiteDemand {
 // Bits (1, 2, 4 or 8) with the least sum of importance / (2^bits - 1)^2 such that the
 // sum of num_elements * bits is at most `budget`; as `dafjax.allocation.allocate`, to
 // the bit. The steps upwards of all sites are taken in the order of what they save for a
-// bit, those that do not fit are left out. Throws std::bad_alloc.
+// bit, those that do not fit are left out; from each number of bits that all can have,
+// the best result counts. Throws std::bad_alloc.
 std::vector<int> Allocate(const std::vector<SiteDemand>& demands, int64_t budget);
 
 // Few bits whose expected variance is at most `ceiling`; as
