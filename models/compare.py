@@ -117,7 +117,8 @@ def make_table(config: TrainConfig, results: Sequence[Record]) -> rich.table.Tab
         ),
         caption=(
             "Ratios are to the first row. Peak RSS is of the whole process, with "
-            "Python, JAX and the compiler; below it, what training added."
+            "Python, JAX and the compiler; below it, what training added. Temp and "
+            "residuals are with the page pool, if there is one."
         ),
         box=rich.box.SIMPLE_HEAD,
         collapse_padding=True,
@@ -142,9 +143,11 @@ def make_table(config: TrainConfig, results: Sequence[Record]) -> rich.table.Tab
 
 
 def _with_ratio(result: Record, first: Record, key: str) -> str:
+    # What waits in a page pool is no part of the program, but of its memory.
+    nbytes, reference = (r[key] + r.get("pool_nbytes", 0) for r in (result, first))
     # A zero has no ratio: a method may keep nothing.
-    ratio = f"{first[key] / result[key]:.1f}x less" if result[key] else ""
-    return f"{result[key] / 1e6:.1f} MB\n{ratio}"
+    ratio = f"{reference / nbytes:.1f}x less" if nbytes else ""
+    return f"{nbytes / 1e6:.1f} MB\n{ratio}"
 
 
 def _resident(result: Record) -> str:

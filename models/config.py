@@ -6,7 +6,7 @@ import pathlib
 from typing import Any, Literal
 
 from models.data import DataName
-from models.methods import MethodName
+from models.methods import Bits, MethodName, StoreName
 
 
 ModelName = Literal["resnet18", "resnet34"]
@@ -43,7 +43,11 @@ class TrainConfig:
         method: What saves memory. none: nothing is wrapped. checkpoint: jax.checkpoint
             round each block. checkpoint-best: the same with the compiler options that
             suit it best. compress: dafjax.remat_compress round the loss.
-        bits: Bits per element that the compressing methods keep: 1, 2, 3, 4 or 8.
+        bits: Bits per element that the compressing methods keep: 1, 2, 3, 4 or 8; or
+            auto, with --store pool: given out anew before each step, within --budget
+            or else 2 on average, where the gradient suffers most.
+        store: Where codes wait: in arrays of the compiled step, or in a page pool.
+        budget: The most memory that the page pool takes, such as 16MiB.
         policy: What the method keeps. For checkpoint: default, or the name of one of
             jax.checkpoint_policies, such as dots_saveable. For compress: default,
             save-all, which keeps everything as it is, or nearest, which rounds codes to
@@ -70,7 +74,9 @@ class TrainConfig:
     data: DataName = "digits"
     data_dir: pathlib.Path = pathlib.Path("data")
     method: MethodName = "none"
-    bits: int = 2
+    bits: Bits = 2
+    store: StoreName = "arrays"
+    budget: str | None = None
     policy: str = "default"
     batch: int = 64
     epochs: int = 6
@@ -89,7 +95,10 @@ class TrainConfig:
         """Raises an error that names the option if a value is out of range."""
         for name in ("width", "batch", "epochs", "seeds"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        _require("bits", self.bits, self.bits in _BITS, "one of 1, 2, 3, 4, 8")
+        valid = self.bits in _BITS or self.bits == "auto"
+        _require("bits", self.bits, valid, "one of 1, 2, 3, 4, 8, or auto")
+        if self.store != "pool" and (self.bits == "auto" or self.budget is not None):
+            raise ValueError("`--bits auto` and `--budget` need `--store pool`.")
         _require("seed", self.seed, self.seed >= 0, "at least 0")
         rate, decay = self.resolved_learning_rate, self.resolved_weight_decay
         _require("learning-rate", rate, 0 < rate < math.inf, "a finite number above 0")

@@ -3,12 +3,14 @@
 import dataclasses
 import statistics
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import rich.console
 import rich.progress
 
-from models import memory
+from models import memory, plots
 from models.checkpoints import Checkpoints
 from models.data import evaluation_batches, training_batches
 from models.run_directory import Record
@@ -52,7 +54,12 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
         "resident_nbytes_before_training": resident_nbytes,
         "peak_resident_nbytes": memory.peak_resident_nbytes(),
     }
-    result = static | dynamic | _outcome(directory.read_metrics())
+    metrics = directory.read_metrics()
+    result = static | dynamic | _outcome(metrics)
+    watched = [record for record in metrics if "bits" in record]
+    if watched:
+        result["pool_nbytes"] = max(record["pool_nbytes"] for record in watched)
+        plots.plot_bits(watched, directory.path / "bits.png")
     directory.write_result(result)
     return result
 
@@ -126,6 +133,7 @@ def _train_epoch(
                 f"The loss is {loss} at step {number}. A smaller `--learning-rate` "
                 f"(now {config.resolved_learning_rate}) may help."
             )
+        watched = setup.method.watch()
         records.append(
             {
                 "kind": "step",
@@ -136,10 +144,19 @@ def _train_epoch(
                 "loss": loss,
                 "accuracy": int(metrics["num_correct"]) / config.batch,
                 "seconds": seconds,
+                **watched,
             }
         )
-        progress.update(task, advance=1, loss=f"loss {loss:.3f}")
+        progress.update(task, advance=1, loss=f"loss {loss:.3f}{_live(watched)}")
     return state, records
+
+
+def _live(watched: Mapping[str, Any]) -> str:
+    """Returns the bits of residuals and the bytes of their pool, for the display."""
+    if not watched:
+        return ""
+    bits = statistics.fmean(watched["bits"].values() or [0])
+    return f", {bits:.1f} bits, {watched['pool_nbytes'] / 1e6:.1f} MB"
 
 
 def _summary(setup: Setup, steps: list[Record], evaluation: Record) -> Record:

@@ -1,6 +1,7 @@
 """The methods of saving memory, as data: what each wraps, and how it is compiled."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -11,6 +12,8 @@ from models.step import LossFunction, WrapLoss
 from models.wrapping import WrapBlock, no_wrapping
 
 
+Bits = int | Literal["auto"]
+StoreName = Literal["arrays", "pool"]
 MethodName = Literal["none", "checkpoint", "checkpoint-best", "compress"]
 
 _CHECKPOINT_POLICIES = (
@@ -32,6 +35,11 @@ def same_loss(loss: LossFunction) -> LossFunction:
     return loss
 
 
+def nothing_to_watch() -> Mapping[str, Any]:
+    """Returns no figures."""
+    return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Method:
     """One way to train the same model.
@@ -43,6 +51,8 @@ class Method:
         wrap_loss: Applied to the loss function.
         compiler_options: Options to compile the step with; of several, the one whose
             program needs the least temporary memory is used.
+        watch: Returns what a step has left behind: `pool_nbytes`, and `bits` by
+            residual; nothing for methods without a page pool.
     """
 
     name: str
@@ -50,15 +60,32 @@ class Method:
     wrap_block: WrapBlock = no_wrapping
     wrap_loss: WrapLoss = same_loss
     compiler_options: tuple[Mapping[str, str], ...] = ({},)
+    watch: Callable[[], Mapping[str, Any]] = nothing_to_watch
 
 
-def make_method(name: str, *, bits: int, policy: str) -> Method:
+@dataclasses.dataclass(frozen=True)
+class MethodOptions:
+    """What a method is made with; each uses what concerns it.
+
+    Attributes:
+        bits: Bits per element of what the compressing methods keep.
+        policy: What to keep; the valid names depend on the method.
+        store: Where compressed residuals wait.
+        budget: The most memory that a page pool takes; as much as there is if `None`.
+    """
+
+    bits: Bits = 2
+    policy: str = "default"
+    store: StoreName = "arrays"
+    budget: str | None = None
+
+
+def make_method(name: str, options: MethodOptions) -> Method:
     """Returns the method `name`.
 
     Args:
         name: One of `MethodName`.
-        bits: Bits per element of what the compressing methods keep.
-        policy: What to keep; the valid names depend on the method.
+        options: What it is made with.
 
     Raises:
         ValueError: If the method has no such name, or no such policy.
@@ -68,46 +95,67 @@ def make_method(name: str, *, bits: int, policy: str) -> Method:
             f"`--method` must be one of {', '.join(get_args(MethodName))}, but got "
             f"{name!r}."
         )
-    return _MAKERS[name](bits, policy)
+    return _MAKERS[name](options)
 
 
-def _make_none(bits: int, policy: str) -> Method:
-    _check_policy("none", policy, ())
+def _make_none(options: MethodOptions) -> Method:
+    _check_policy("none", options.policy, ())
     return Method("none", "no wrapping")
 
 
-def _make_checkpoint(bits: int, policy: str) -> Method:
-    return Method("checkpoint", "jax.checkpoint", wrap_block=_remat_block(policy))
+def _make_checkpoint(options: MethodOptions) -> Method:
+    wrap_block = _remat_block(options.policy)
+    return Method("checkpoint", "jax.checkpoint", wrap_block=wrap_block)
 
 
-def _make_checkpoint_best(bits: int, policy: str) -> Method:
+def _make_checkpoint_best(options: MethodOptions) -> Method:
     return Method(
         "checkpoint-best",
         "jax.checkpoint, best options",
-        wrap_block=_remat_block(policy),
+        wrap_block=_remat_block(options.policy),
         compiler_options=(_KEEP_BARRIERS, _KEEP_BARRIERS | _MEMORY_SCHEDULER),
     )
 
 
-def _make_compress(bits: int, policy: str) -> Method:
-    _check_policy("compress", policy, ("save-all", "nearest"))
+def _make_compress(options: MethodOptions) -> Method:
+    _check_policy("compress", options.policy, ("save-all", "nearest"))
     # Imported where it is used: the models themselves know nothing of dafjax.
     import dafjax
 
-    nearest = dafjax.codecs.Affine(bits=bits, rounding="nearest")
-    policies = {
-        "default": None,
-        "save-all": dafjax.policies.SaveAll(),
-        "nearest": dafjax.policies.CompressExpensive(nearest),
-    }
+    bits: Any = options.bits
+    label = f"dafjax, {bits} bits"
+    store: Any = dafjax.stores.Arrays()
+    watch = nothing_to_watch
+    if options.store == "pool":
+        store = dafjax.stores.PagePool(options.budget)
+        watch = functools.partial(_watch_pool, store)
+        label = f"dafjax, {bits} bits, pool"
+    if bits == "auto":
+        budget = options.budget
+        bits = dafjax.AverageBits(2) if budget is None else dafjax.Budget(budget)
+    policies = {"default": None, "save-all": dafjax.policies.SaveAll()}
+    if options.policy == "nearest":
+        if options.bits == "auto":
+            raise ValueError("`--policy nearest` needs a number of `--bits`, not auto.")
+        nearest = dafjax.codecs.Affine(bits=bits, rounding="nearest")
+        policies["nearest"] = dafjax.policies.CompressExpensive(nearest)
 
     def wrap_loss(loss: LossFunction) -> LossFunction:
-        return dafjax.remat_compress(loss, bits=bits, policy=policies[policy])
+        policy = policies[options.policy]
+        return dafjax.remat_compress(loss, bits=bits, policy=policy, store=store)
 
-    return Method("compress", f"dafjax, {bits} bits", wrap_loss=wrap_loss)
+    return Method("compress", label, wrap_loss=wrap_loss, watch=watch)
 
 
-_MAKERS: Mapping[str, Callable[[int, str], Method]] = {
+def _watch_pool(pool: Any) -> Mapping[str, Any]:
+    stats = pool.stats()
+    return {
+        "pool_nbytes": stats.committed_nbytes,
+        "bits": {name: site.bits_kept for name, site in stats.sites.items()},
+    }
+
+
+_MAKERS: Mapping[str, Callable[[MethodOptions], Method]] = {
     "none": _make_none,
     "checkpoint": _make_checkpoint,
     "checkpoint-best": _make_checkpoint_best,

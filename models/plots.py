@@ -89,3 +89,35 @@ def plot_memory(results: Sequence[Record], path: pathlib.Path) -> None:
     all_axes[-1].barh(range(len(results)), before, color="white", alpha=0.7, height=0.7)
     all_axes[0].invert_yaxis()
     figure.savefig(path, dpi=150)
+
+
+def plot_bits(records: Sequence[Record], path: pathlib.Path) -> None:
+    """Draws the bits of each residual and the bytes of their pool, by step.
+
+    Args:
+        records: Records of steps, with `bits` and `pool_nbytes`.
+        path: The PNG file to write.
+    """
+    names = sorted({name for record in records for name in record["bits"]})
+    steps = [record["step"] for record in records]
+    figure = Figure(figsize=(10, 2.5 + 0.22 * len(names)), layout="constrained")
+    bits_axes, bytes_axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    bits = [[record["bits"].get(name, 0) for record in records] for name in names]
+    image = bits_axes.imshow(
+        bits,
+        aspect="auto",
+        interpolation="nearest",
+        extent=(steps[0] - 0.5, steps[-1] + 0.5, len(names) - 0.5, -0.5),
+        vmin=0,
+        vmax=8,
+        cmap="viridis",
+    )
+    labels = [name.split(" @")[0] for name in names]
+    bits_axes.set_yticks(range(len(names)), labels, fontsize=7)
+    figure.colorbar(image, ax=bits_axes, label="Bits")
+    megabytes = [record["pool_nbytes"] / 1e6 for record in records]
+    bytes_axes.plot(steps, megabytes, color="C0")
+    bytes_axes.set(xlabel="Step", ylabel="Pool (MB)", ylim=(0, 1.1 * max(megabytes)))
+    bytes_axes.spines[["top", "right"]].set_visible(False)
+    bytes_axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)

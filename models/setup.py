@@ -8,7 +8,7 @@ import optax
 from models import memory, resnet, step
 from models.config import TrainConfig
 from models.data import Dataset, load
-from models.methods import Method, make_method
+from models.methods import Method, MethodOptions, make_method
 from models.optimizer import make_optimizer
 from models.run_directory import Record, RunDirectory
 
@@ -49,7 +49,8 @@ def set_up(config: TrainConfig) -> Setup:
         ValueError: If an option is out of range or does not fit the others.
         FileNotFoundError: If the data set or the run to resume is missing.
     """
-    method = make_method(config.method, bits=config.bits, policy=config.policy)
+    options = MethodOptions(config.bits, config.policy, config.store, config.budget)
+    method = make_method(config.method, options)
     dataset = load(config.data, directory=config.data_dir, seed=config.seed)
     steps_per_epoch = len(dataset.train) // config.batch
     if steps_per_epoch < 1:

@@ -237,6 +237,19 @@ def test_a_damaged_checkpoint_is_an_error_that_names_its_folder(
         run(tiny(out, epochs=3, resume=True), console)
 
 
+def test_bits_in_a_pool_are_given_out_anew_within_the_budget(tmp_path, console):
+    options = {"method": "compress", "store": "pool", "bits": "auto"}
+    result = run(tiny(tmp_path / "run", budget="1MiB", **options), console)
+    records = run_directory.RunDirectory(tmp_path / "run").read_metrics()
+    steps = [record for record in records if record["kind"] == "step"]
+    assert max(record["pool_nbytes"] for record in steps) <= 2**20
+    assert result["pool_nbytes"] <= 2**20
+    # Those of the plan at first, then what importances tell.
+    assert set(steps[0]["bits"].values()) == {2.0}
+    assert set(steps[-1]["bits"].values()) != {2.0}
+    assert (tmp_path / "run" / "bits.png").stat().st_size > 10_000
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, console):
     with pytest.raises(FloatingPointError, match="smaller `--learning-rate`"):
         run(tiny(tmp_path / "run", learning_rate=1e30), console)
@@ -250,7 +263,7 @@ def test_a_batch_beyond_the_data_is_an_error(tmp_path, console):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--bits", "9"], "`--bits` must be one of 1, 2, 3, 4, 8, but got 9."),
+        (["--bits", "9"], "`--bits` must be one of 1, 2, 3, 4, 8, or auto, but got 9."),
         (["--batch", "0"], "`--batch` must be at least 1, but got 0."),
         (["--epochs", "0"], "`--epochs` must be at least 1, but got 0."),
         (["--width", "-1"], "`--width` must be at least 1, but got -1."),
@@ -264,6 +277,12 @@ def test_a_batch_beyond_the_data_is_an_error(tmp_path, console):
         (
             ["--method", "checkpoint", "--policy", "dots"],
             "must be one of default, nothing_saveable, dots_saveable",
+        ),
+        (["--bits", "auto"], "`--bits auto` and `--budget` need `--store pool`."),
+        (["--budget", "1MiB"], "`--bits auto` and `--budget` need `--store pool`."),
+        (
+            ["--method", "compress", "--store", "pool", "--budget", "much"],
+            "cannot be read: 'much'",
         ),
         (["--data", "cifar10"], "unpack it in `data`, or pass `--data-dir`"),
     ],
@@ -282,7 +301,7 @@ def test_an_unknown_method_is_an_error_that_lists_the_methods(capsys):
 
 def test_an_unknown_method_name_is_an_error():
     with pytest.raises(ValueError, match=r"`--method` must be one of none, .* 'magic'"):
-        methods.make_method("magic", bits=2, policy="default")
+        methods.make_method("magic", methods.MethodOptions())
 
 
 def test_help_lists_every_option(capsys):
