@@ -13,6 +13,8 @@ from typing import Any, TypeAlias, final
 import jax
 import jax.core
 import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
 from jax._src.core import DropVar
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
@@ -81,20 +83,20 @@ class Equation:
         atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
 
         def operand(atom: Any) -> Any:
-            if not isinstance(atom, jex_core.Literal):
-                return atoms[atom]
-            aval: Any = atom.aval
-            # 0.0 and -0.0 are equal, but not in print. Arrays are not printed in full.
-            return aval, id(atom.val) if aval.shape else repr(atom.val)
+            if isinstance(atom, jex_core.Literal):
+                return _constant_key(atom.val)
+            known = atoms[atom]
+            return _constant_key(known.value) if isinstance(known, Constant) else known
 
         operands = tuple(map(operand, eqn.invars))
-        types = tuple(var.aval for var in eqn.outvars)
+        types = tuple((var.aval, isinstance(var, DropVar)) for var in eqn.outvars)
         key = (eqn.primitive, tuple(sorted(eqn.params.items())), operands, types)
         try:
             hash(key)
         except TypeError:
             return None
-        return None if eqn.effects else key
+        is_pure = not eqn.effects and eqn.primitive.name not in _IMPURE
+        return key if is_pure else None
 
     @property
     def input_values(self) -> tuple[int, ...]:
@@ -270,6 +272,18 @@ def values_of(atoms: Iterable[Atom]) -> tuple[int, ...]:
 def renumber(atoms: Sequence[Atom], numbers: Mapping[int, Atom]) -> tuple[Atom, ...]:
     """Replaces every value by what `numbers` gives for it."""
     return tuple(numbers[atom] if isinstance(atom, int) else atom for atom in atoms)
+
+
+# Each draws anew, and has no effect that would say so.
+_IMPURE = frozenset(["rng_uniform"])
+
+
+def _constant_key(value: Any) -> Any:
+    """Returns what equal constants have in common; arrays are equal to themselves."""
+    if np.ndim(value):
+        return id(value)
+    # 0.0 and -0.0 are equal, but not in print.
+    return jnp.result_type(value), repr(value)
 
 
 def place_of(eqn: jex_core.JaxprEqn) -> str:

@@ -38,8 +38,9 @@ from dafjax._primitives import (
     adds_operands,
     is_cheap,
     is_product,
+    joins_parts,
     keeps_elements,
-    takes_or_joins_parts,
+    takes_parts,
 )
 
 
@@ -64,8 +65,9 @@ def sample_moments(x: jax.Array) -> Moments:
     if jnp.iscomplexobj(sample):
         sample = jnp.abs(sample)
     sample = sample.astype(jnp.float32)
-    mean_square = jnp.mean(sample * sample)
-    return Moments(mean_square, mean_square - jnp.mean(sample) ** 2)
+    mean = jnp.mean(sample)
+    # Not as a difference of means, where large values would cancel.
+    return Moments(jnp.mean(sample * sample), jnp.mean((sample - mean) ** 2))
 
 
 _SAMPLES = 8192
@@ -177,8 +179,13 @@ def _gradients(plan: ProgramPlan, made: set[int]) -> set[int]:
     """Returns the values that become gradients without being multiplied any more."""
     gradients = set(values_of(plan.program.gradients))
     for eqn in reversed(plan.program.backward):
-        moves = keeps_elements(eqn.primitive) or takes_or_joins_parts(eqn.primitive)
-        if (moves or adds_operands(eqn.primitive)) and eqn.outputs[0] in gradients:
+        moves = (
+            keeps_elements(eqn.primitive)
+            or takes_parts(eqn.primitive)
+            or joins_parts(eqn.primitive)
+            or adds_operands(eqn.primitive)
+        )
+        if moves and eqn.outputs[0] in gradients:
             gradients.update(v for v in eqn.input_values if v in made)
     return gradients
 
@@ -193,13 +200,14 @@ def _share(
     """Returns what share of a result's influence a cotangent has; none: `None`."""
     size = _size_of(plan)
     result = eqn.outputs[0]
-    if not is_product(eqn.primitive) and size(value) > _MANY * size(result):
-        return None
-    if size(result) > _MANY * size(value):
-        return None
-    sums = adds_operands(eqn.primitive) and len(cotangents) > 1
-    if not sums and not takes_or_joins_parts(eqn.primitive):
+    # A relative error of the whole is one of its parts.
+    if takes_parts(eqn.primitive):
         return 1.0
+    sums = adds_operands(eqn.primitive) and len(cotangents) > 1
+    if not sums and not joins_parts(eqn.primitive):
+        if not is_product(eqn.primitive) and size(value) > _MANY * size(result):
+            return None
+        return None if size(result) > _MANY * size(value) else 1.0
     return _ratio(_energy(value, size, moments), _energy(result, size, moments))
 
 

@@ -85,8 +85,9 @@ _PARTING = frozenset(["dynamic_slice", "slice", "split", "unstack"])
 
 _ADDING = frozenset(["add", "add_any", "sub"])
 
-_JOINING = frozenset(["concatenate", "dynamic_update_slice", "gather", "pad"])
-_JOINING |= {"scatter", "scatter-add", "stack"}
+_JOINING = frozenset(
+    ["concatenate", "dynamic_update_slice", "pad", "scatter", "scatter-add", "stack"]
+)
 
 _ELEMENT_KEEPING = _PLACING | {
     *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims"),
@@ -142,9 +143,9 @@ def takes_parts(primitive: str) -> bool:
     return primitive in _PARTING
 
 
-def takes_or_joins_parts(primitive: str) -> bool:
-    """Returns whether a result has some elements of an operand, or others besides."""
-    return primitive in _PARTING or primitive in _JOINING
+def joins_parts(primitive: str) -> bool:
+    """Returns whether a result has elements of several operands, or zeros besides."""
+    return primitive in _JOINING
 
 
 def adds_operands(primitive: str) -> bool:

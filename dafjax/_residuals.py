@@ -117,14 +117,14 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
         cotangents.append(len(avals))
         avals.append(second.avals[value])
 
-    made = {key: eqn.outputs for eqn in forward if (key := eqn.key) is not None}
+    made = _Made(forward)
     depends = set(cotangents)
     for eqn in live_equations(second.equations, second.outputs):
         inputs = renumber(eqn.inputs, numbers)
-        again = dataclasses.replace(eqn, inputs=inputs)
         # What `jax.checkpoint` inside would compute again is there already.
-        if again.key in made:
-            numbers.update(zip(eqn.outputs, made[again.key], strict=True))
+        there = made.find(dataclasses.replace(eqn, inputs=inputs))
+        if there is not None:
+            numbers.update(zip(eqn.outputs, there, strict=True))
             continue
         outputs = []
         for value in eqn.outputs:
@@ -150,6 +150,32 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
         differentiable=differentiable,
         tags=first.tags,
     )
+
+
+class _Made:
+    """Finds the values that an equation would make, if others have made them."""
+
+    def __init__(self, equations: Sequence[Equation]) -> None:
+        self._by_key: dict[Any, tuple[int, ...]] = {}
+        # The first of values that are equal.
+        self._first: dict[int, Atom] = {}
+        for eqn in equations:
+            key = self._key(eqn)
+            if key is not None:
+                first = self._by_key.setdefault(key, eqn.outputs)
+                self._first.update(zip(eqn.outputs, first, strict=True))
+
+    def find(self, eqn: Equation) -> tuple[int, ...] | None:
+        """Returns the values, or `None` if they are not there."""
+        key = self._key(eqn)
+        return None if key is None else self._by_key.get(key)
+
+    def _key(self, eqn: Equation) -> Any:
+        inputs = tuple(
+            self._first.get(atom, atom) if isinstance(atom, int) else atom
+            for atom in eqn.inputs
+        )
+        return dataclasses.replace(eqn, inputs=inputs).key
 
 
 def _trace(

@@ -93,8 +93,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.kept = {}
         self.gone = set()
         self.run = 1
-        # Of each device, the runs that put anything.
-        self.started = {0: set(), 1: set()}
+        # Of each device, the runs that put anything, in the order in which they began.
+        self.started = {0: [], 1: []}
 
     @initialize(in_flight=st.integers(1, 3), pages=st.integers(3, 40))
     def make(self, in_flight, pages):
@@ -103,8 +103,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = _pool(pages * PAGE, executions_in_flight=in_flight)
 
     def is_over(self, kept):
-        newer = [run for run in self.started[kept.device] if run > kept.run]
-        return len(newer) >= self.in_flight
+        started = self.started[kept.device]
+        return len(started) - 1 - started.index(kept.run) >= self.in_flight
 
     def choose(self, number):
         return list(self.kept)[number % len(self.kept)] if self.kept else None
@@ -124,7 +124,8 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def put(self, back, device, site, bits, tiles, metadata, seed):
         run = self.run - back
-        self.started[device].add(run)
+        if run not in self.started[device]:
+            self.started[device].append(run)
         shape = {"device": device, "bits": bits, "tiles": tiles}
         shape |= {"metadata": metadata, "seed": seed, "run": run}
         try:
@@ -175,7 +176,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(tiles=st.integers(0, 500))
     def put_and_abort(self, tiles):
-        self.started[0].add(self.run)
+        if self.run not in self.started[0]:
+            self.started[0].append(self.run)
         codes = _bytes(0, tiles * TILE * 8)
         try:
             handle = self.pool.put(self.run, 0, 3, 8, codes, codes[:9], commit=False)

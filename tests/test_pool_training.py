@@ -353,6 +353,18 @@ class TestLifetimes:
         _assert_same(*jacobians)
         check()
 
+    def test_programs_in_turn(self, pool, loss, check, key):
+        # Run ids rise within a program only: the order of programs is another.
+        p, x = _example(key)
+        steps = [
+            jax.jit(jax.grad(lambda p, x, n=n: n * loss(p, x))) for n in range(1, 7)
+        ]
+        for step in (*steps, *reversed(steps)):
+            executions = pool.stats().executions
+            jax.block_until_ready(step(p, x))
+            assert pool.stats().executions == executions + 1
+        check()
+
     def test_hoisted_loop_invariants(self, loss, check, key):
         p, x = _example(key)
 
@@ -397,10 +409,15 @@ class TestLifetimes:
         p, x = _example(key)
         step = jax.jit(jax.grad(loss))
         step(p, x)
-        for _ in range(20):
-            step(p, x)
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
+        # A shell that starts the tests in the background has it ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            for _ in range(20):
+                step(p, x)
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.signal(signal.SIGINT, before)
         # Those before are over when this one is.
         jax.block_until_ready(step(p, x))
         check()

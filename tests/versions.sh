@@ -27,7 +27,7 @@ find_python() {  # version
   done
   # Where there is no Python 3.11, jax 0.9.2 and 0.10.2 run on a newer one.
   if [ "$1" = 3.11 ]; then
-    command -v python3
+    command -v python3 || true
   fi
 }
 
@@ -62,7 +62,8 @@ for jax in ${*:-0.9.2 0.10.2 0.11.2}; do
   fi
   venv=build/versions/$jax
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet --editable '.[models,dev]' "jax==$jax" "jaxlib==$jax"
+  "$venv/bin/python" -m pip install --quiet --editable '.[models,dev]' \
+    "jax==$jax" "jaxlib==$jax" || { failed="$failed $jax"; continue; }
   echo "jax $jax${ignore:+, all tests but:$ignore}"
   # shellcheck disable=SC2086  # One option for each file.
   "$venv/bin/python" -m pytest --quiet --numprocesses 2 $ignore || failed="$failed $jax"

@@ -214,18 +214,21 @@ void TestEpochs() {
     Epochs epochs(in_flight);
     epochs.Prepare(0);
     epochs.Prepare(1);
-    std::set<int64_t> started;
+    std::vector<int64_t> started;
     Random random(in_flight);
     for (int i = 0; i < 400; ++i) {
-      const int64_t id = i / 4 + random.Below(6);
+      // Two programs, each with its own numbers.
+      const int64_t base = random.Below(2) == 0 ? 1000000 : 7;
+      const int64_t id = base + i / 4 + random.Below(3);
       EntryList over;
-      epochs.Start({id, 0}, &over);
-      started.insert(id);
+      const bool is_new = epochs.Start({id, 0}, &over);
+      CHECK(is_new == (std::find(started.begin(), started.end(), id) == started.end()));
+      if (is_new) started.push_back(id);
       CHECK(epochs.IsValid());
-      for (const int64_t other : started) {
-        const auto newer = std::distance(started.upper_bound(other), started.end());
-        CHECK((epochs.Find({other, 0}) == nullptr) == (newer >= in_flight));
-        CHECK(epochs.Find({other, 1}) == nullptr);
+      for (size_t n = 0; n < started.size(); ++n) {
+        const int newer = static_cast<int>(started.size() - 1 - n);
+        CHECK((epochs.Find({started[n], 0}) == nullptr) == (newer >= in_flight));
+        CHECK(epochs.Find({started[n], 1}) == nullptr);
       }
     }
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <limits>
 #include <new>
 #include <utility>
@@ -49,7 +50,7 @@ Status Bookkeeping::Put(const NewEntry& wanted, uint32_t* slot) {
   entry.execution = wanted.execution;
   entry.site = &site;
   entry.num_tiles = wanted.num_tiles;
-  entry.importance = sites_.Importance(site, wanted.num_tiles);
+  entry.importance = sites_.ImportanceOfEntry(site, wanted.num_tiles);
   entry.sequence = ++sequence_;
   int bits = wanted.bits > 0 ? wanted.bits : wanted.max_bits;
   if (site.allocated_bits > 0) bits = site.allocated_bits;
@@ -67,7 +68,6 @@ Status Bookkeeping::Put(const NewEntry& wanted, uint32_t* slot) {
   }
   entry.phase = Phase::kWriting;
   fixed_nbytes_ += entry.FixedNbytes();
-  site.num_tiles = wanted.num_tiles;
   peak_pages_ = std::max(peak_pages_, pages_.num_used());
   observer_.Put(entry, wanted.max_bits, asked_nbytes);
   *slot = chosen;
@@ -349,11 +349,14 @@ void Bookkeeping::StartExecution(const Execution& execution) {
   if (epochs_.Start(execution, &over)) {
     observer_.StartExecution();
     MakeReclaimable(&over);
-    for (int n = sites_.TakeMeasures(); n > 0; --n) observer_.RefuseImportance();
-    gradient_.Settle();
-    sites_.Apply();
-    AllocateBits();
-    last_run_id_ = execution.run_id;
+    // The devices of a program have one run id: what holds in it is settled once.
+    if (execution.run_id != last_run_id_) {
+      for (int n = sites_.TakeMeasures(); n > 0; --n) observer_.RefuseImportance();
+      gradient_.Settle();
+      sites_.Apply();
+      AllocateBits();
+      last_run_id_ = execution.run_id;
+    }
     memory_.set_limit(next_budget_);
     last_peak_pages_ = peak_pages_;
     peak_pages_ = 0;
@@ -365,41 +368,49 @@ void Bookkeeping::StartExecution(const Execution& execution) {
 void Bookkeeping::AllocateBits() noexcept {
   const Target& target = next_target_;
   std::vector<std::pair<SiteId, Site*>> put;
+  std::vector<Site*> free;
   std::vector<SiteDemand> demands;
   std::vector<int> bits;
-  int64_t num_elements = 0;
-  int64_t metadata_nbytes = 0;
+  Target::Taken taken;
+  bool known = false;
+  expected_variance_ = 0;
   try {
-    bool known = false;
     for (auto& [id, site] : sites_.all()) {
       if (target.kind == Target::kNone) site.allocated_bits = 0;
       if (site.counts.puts == 0 || site.counts.run_id != last_run_id_) continue;
       put.emplace_back(id, &site);
       known = known || site.now.known;
     }
-    expected_variance_ = 0;
     if (!known) return;
     std::sort(put.begin(), put.end(),
               [](const auto& a, const auto& b) { return a.first < b.first; });
     for (const auto& [id, site] : put) {
       const SiteCounts& counts = site->counts;
-      const double importance = sites_.Importance(*site, counts.tiles);
-      demands.push_back({counts.tiles * kTileElements, importance, 1, 8});
-      bits.push_back(static_cast<int>(counts.tile_bits_kept /
-                                      std::max<int64_t>(counts.tiles, 1)));
-      num_elements += demands.back().num_elements;
-      metadata_nbytes += counts.metadata_nbytes;
+      const SiteDemand demand = {counts.tiles * kTileElements,
+                                 sites_.Importance(*site, counts.tiles)};
+      taken.num_elements += demand.num_elements;
+      taken.metadata_nbytes += counts.metadata_nbytes;
+      // Executions that overlap reset each other's counts.
+      const int64_t kept = counts.tile_bits_kept / std::max<int64_t>(counts.tiles, 1);
+      int fixed = static_cast<int>(std::clamp<int64_t>(kept, 0, 8));
+      if (target.kind != Target::kNone) {
+        fixed = site->now.bits;
+        if (fixed == 0) {
+          demands.push_back(demand);
+          free.push_back(site);
+          continue;
+        }
+      }
+      taken.bits += demand.num_elements * fixed;
+      taken.variance += ExpectedVariance({demand}, {fixed});
     }
-    if (target.kind != Target::kNone) {
-      bits = target.Meet(demands, num_elements, metadata_nbytes, gradient_.energy());
-    }
-    expected_variance_ = ExpectedVariance(demands, bits);
+    bits = target.Meet(demands, taken, gradient_.energy());
   } catch (const std::bad_alloc&) {
     // Bits stay what they were.
     return;
   }
-  if (target.kind == Target::kNone) return;
-  for (size_t i = 0; i < put.size(); ++i) put[i].second->allocated_bits = bits[i];
+  for (size_t i = 0; i < free.size(); ++i) free[i]->allocated_bits = bits[i];
+  expected_variance_ = taken.variance + ExpectedVariance(demands, bits);
 }
 
 void Bookkeeping::MakeReclaimable(EntryList* over) {

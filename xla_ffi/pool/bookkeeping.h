@@ -2,6 +2,7 @@
 #define DAFJAX_POOL_BOOKKEEPING_H_
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -118,7 +119,7 @@ class Bookkeeping {
   Target next_target_;
   Gradient gradient_;
   // The one that put anything last.
-  int64_t last_run_id_ = 0;
+  int64_t last_run_id_ = std::numeric_limits<int64_t>::min();
   double expected_variance_ = 0;
   ObservedMemory observed_;
   LimitedMemory memory_;

@@ -2,6 +2,7 @@
 #define DAFJAX_POOL_EPOCHS_H_
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -13,13 +14,14 @@ namespace dafjax::pool {
 
 // Which executions are over, and the entries of those that are not.
 //
-// Run ids of a process rise by one with each execution, and a device runs what one thread
-// dispatches in that order: an execution is over when `in_flight` newer ones have started
-// on its device.
+// Run ids tell executions of a program apart: they rise by one with each, from a number of
+// its own, so that they say nothing of the order of different programs. A device runs what
+// one thread dispatches in that order: an execution is over when `in_flight` newer ones
+// have started on its device.
 //
 // Invariant: of each device, `runs` are the `in_flight` newest executions that have
-// started (fewer if fewer have), in the order of their ids. An execution is over if and
-// only if its device has `in_flight` runs and they all are newer.
+// started (fewer if fewer have), in the order in which they did; `over` are the ids of
+// some before, and none of them is in `runs`.
 class Epochs {
  public:
   struct Run {
@@ -29,6 +31,15 @@ class Epochs {
   struct Device {
     int32_t id = 0;
     std::vector<Run> runs;
+    // Of executions that may still put something, although they count as over.
+    std::array<int64_t, 8> over = {};
+    int64_t num_over = 0;
+
+    bool IsOver(int64_t run_id) const {
+      const auto count = std::min<int64_t>(num_over, over.size());
+      return std::find(over.begin(), over.begin() + count, run_id) !=
+             over.begin() + count;
+    }
   };
 
   explicit Epochs(int in_flight) : in_flight_(static_cast<size_t>(in_flight)) {}
@@ -45,19 +56,16 @@ class Epochs {
   // Says that something runs in `execution`. Returns whether that is new; `over` then
   // gets the entries of the execution that is over because of it.
   bool Start(const Execution& execution, EntryList* over) {
-    std::vector<Run>& runs = FindDevice(execution.device)->runs;
-    auto at = std::lower_bound(runs.begin(), runs.end(), execution.run_id,
-                               [](const Run& run, int64_t id) { return run.id < id; });
-    if (at != runs.end() && at->id == execution.run_id) return false;
-    if (runs.size() < in_flight_) {
-      runs.insert(at, {execution.run_id, {}});
-      return true;
+    Device* device = FindDevice(execution.device);
+    std::vector<Run>& runs = device->runs;
+    if (Find(execution) != nullptr || device->IsOver(execution.run_id)) return false;
+    if (runs.size() == in_flight_) {
+      *over = runs.front().live;
+      device->over[device->num_over++ % device->over.size()] = runs.front().id;
+      std::move(runs.begin() + 1, runs.end(), runs.begin());
+      runs.pop_back();
     }
-    // So old that it counts as over already.
-    if (at == runs.begin()) return false;
-    *over = runs.front().live;
-    std::move(runs.begin() + 1, at, runs.begin());
-    *(at - 1) = {execution.run_id, {}};
+    runs.push_back({execution.run_id, {}});
     return true;
   }
 
@@ -76,8 +84,8 @@ class Epochs {
   bool IsValid() const {
     for (const Device& device : devices_) {
       if (device.runs.size() > in_flight_) return false;
-      for (size_t i = 1; i < device.runs.size(); ++i) {
-        if (device.runs[i - 1].id >= device.runs[i].id) return false;
+      for (const Run& run : device.runs) {
+        if (device.IsOver(run.id)) return false;
       }
     }
     return true;

@@ -141,7 +141,7 @@ const char* Bookkeeping::Violation() const {
   }
   if (in_tree != sums.in_tree) return "eviction tree: each entry once";
 
-  if (!epochs_.IsValid()) return "epochs: runs in order, at most `in_flight`";
+  if (!epochs_.IsValid()) return "epochs: at most `in_flight` runs, none of them over";
   int64_t live = 0;
   for (const Epochs::Device& device : epochs_.devices()) {
     for (const Epochs::Run& run : device.runs) {

@@ -100,6 +100,7 @@ Pool::State& Pool::state() const {
   State* state = state_.load(std::memory_order_acquire);
   if (state->forks == NumForks()) return *state;
   auto fresh = std::make_unique<State>(options_, memory(), budget_.load());
+  fresh->book.SetTarget({target_kind_.load(), target_value_.load()});
   if (state_.compare_exchange_strong(state, fresh.get())) return *fresh.release();
   // Another thread of the child was faster.
   return *state;
@@ -235,7 +236,8 @@ void Pool::NoteGradient(double energy) noexcept {
 void Pool::SetTarget(const Target& target) noexcept {
   static_cast<void>(Guarded([&](Bookkeeping* book) -> Status {
     book->SetTarget(target);
-    allocates_ = target.kind != Target::kNone;
+    target_kind_ = target.kind;
+    target_value_ = target.value;
     return {};
   }));
 }

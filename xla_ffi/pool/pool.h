@@ -82,7 +82,8 @@ struct Options {
 // on: the first Put of a new run on any device.
 //
 // All functions may be called from any thread, and none throws. After fork() the child's
-// pool is empty, with the parent's budget, and refuses the parent's handles.
+// pool is empty, with the parent's budget and target but no site's settings, and refuses
+// the parent's handles.
 class Pool {
  public:
   explicit Pool(const Options& options);
@@ -124,7 +125,7 @@ class Pool {
   // known; sites whose bits are set keep them.
   void SetTarget(const Target& target) noexcept;
   // Whether there is a target, so that it is worth measuring.
-  bool allocates() const noexcept { return allocates_.load(); }
+  bool allocates() const noexcept { return target_kind_.load() != Target::kNone; }
   // Bits that the site's puts get, 1, 2, 4 or 8; never more than the request's max_bits.
   // 0 takes the setting back.
   Status SetBits(SiteId site, int bits) noexcept;
@@ -137,7 +138,7 @@ class Pool {
   // The same, and counts all executions as over: for when none is in flight.
   void CollectAll() noexcept;
 
-  // May throw std::bad_alloc, as the only one.
+  // May throw std::bad_alloc, as may IsValid, and nothing else does.
   Stats Snapshot() const;
 
   // Checks every invariant, at a cost that grows with the pool. If one is violated and
@@ -158,7 +159,8 @@ class Pool {
   mutable SystemMemory system_;
   // What was set last; in the child after fork() it is what the new state starts with.
   std::atomic<int64_t> budget_;
-  std::atomic<bool> allocates_{false};
+  std::atomic<Target::Kind> target_kind_{Target::kNone};
+  std::atomic<double> target_value_{0};
   mutable std::atomic<State*> state_;
 };
 

@@ -47,8 +47,8 @@ struct Site {
   // What allocation gave it; 0: nothing.
   int allocated_bits = 0;
   SiteMeasure measured;
-  // Of the last put.
-  int64_t num_tiles = 0;
+  // Of all entries of the last execution.
+  int64_t tiles_of_execution = 0;
   // The observer's.
   SiteCounts counts;
 };
@@ -118,9 +118,10 @@ class Sites {
     int64_t known = 0;
     for (auto& [id, site] : sites_) {
       site.now = site.next;
-      if (!site.now.known || site.num_tiles == 0) continue;
+      site.tiles_of_execution = site.counts.tiles;
+      if (!site.now.known || site.tiles_of_execution == 0) continue;
       // Divided before it is summed: the sum of finite importances may not be finite.
-      sum += site.now.importance / static_cast<double>(site.num_tiles);
+      sum += site.now.importance / static_cast<double>(site.tiles_of_execution);
       ++known;
     }
     const double mean = known > 0 ? sum / static_cast<double>(known) : 1.0;
@@ -131,6 +132,13 @@ class Sites {
   double Importance(const Site& site, int64_t num_tiles) const {
     return site.now.known ? site.now.importance
                           : default_per_tile_ * static_cast<double>(num_tiles);
+  }
+  // Of one of the entries that a site puts in an execution: its share, by tiles.
+  double ImportanceOfEntry(const Site& site, int64_t num_tiles) const {
+    const double importance = Importance(site, num_tiles);
+    if (!site.now.known || site.tiles_of_execution <= num_tiles) return importance;
+    return importance * static_cast<double>(num_tiles) /
+           static_cast<double>(site.tiles_of_execution);
   }
 
   const std::unordered_map<SiteId, Site>& all() const { return sites_; }

@@ -18,16 +18,28 @@ struct Target {
   // gradient over its squared norm.
   double value = 0;
 
+  // What the sites take that are not allocated for, and what all take together.
+  struct Taken {
+    // Of sites whose bits are set.
+    int64_t bits = 0;
+    double variance = 0;
+    // Of all sites.
+    int64_t num_elements = 0;
+    int64_t metadata_nbytes = 0;
+  };
+
   // Throws std::bad_alloc. `gradient_energy` is the squared norm of the gradient; 0 if it
   // is unknown.
-  std::vector<int> Meet(const std::vector<SiteDemand>& demands, int64_t num_elements,
-                        int64_t metadata_nbytes, double gradient_energy) const {
+  std::vector<int> Meet(const std::vector<SiteDemand>& demands, const Taken& taken,
+                        double gradient_energy) const {
     if (kind == kRelativeVariance) {
-      return AllocateToVariance(demands, value * gradient_energy);
+      return AllocateToVariance(demands, value * gradient_energy - taken.variance);
     }
-    const double bits = kind == kAverageBits
-                            ? value * static_cast<double>(num_elements)
-                            : 8 * (kShare * value - static_cast<double>(metadata_nbytes));
+    const double all =
+        kind == kAverageBits
+            ? value * static_cast<double>(taken.num_elements)
+            : 8 * (kShare * value - static_cast<double>(taken.metadata_nbytes));
+    const double bits = all - static_cast<double>(taken.bits);
     constexpr double kMost = 0x1p62;
     return Allocate(demands, static_cast<int64_t>(bits < 0       ? 0
                                                   : bits > kMost ? kMost
