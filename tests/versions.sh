@@ -11,11 +11,12 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-# What `--part` leaves out: kernels and codecs, to which JAX is a library of arrays, and
-# whole programs, which are long.
-left_out='models test_benchmarks.py test_build.py test_codec_affine.py
-  test_codec_bitmask.py test_codecs.py test_column_blocks.py test_native_variants.py
-  test_rounding_statistics.py test_train.py'
+# What `--part` leaves out: kernels, codecs and the page pool itself, to which JAX is a
+# library of arrays, and whole programs, which are long.
+left_out='models test_allocation.py test_benchmarks.py test_build.py
+  test_codec_affine.py test_codec_bitmask.py test_codecs.py test_column_blocks.py
+  test_importance.py test_lost_planes.py test_native_variants.py test_page_pool.py
+  test_pool_cpp.py test_rounding_statistics.py test_train.py'
 
 find_python() {  # version
   for python in "python$1" "$HOME"/.pyenv/versions/"$1".*/bin/python; do
