@@ -423,7 +423,7 @@ COMPOSITIONS = {
     ),
     "of norms in jax.checkpoint": Composition(
         of_loop(functools.partial(blocks_loss, block=jax.checkpoint(norm_layer))),
-        temp=0.25,
+        temp=0.31,
     ),
     "donated": Composition(donated, temp=0.4),
     "vjp twice": Composition(vjp_twice, temp=0.55),
