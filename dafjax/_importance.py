@@ -128,7 +128,7 @@ def importances(plan: ProgramPlan, moments: Callable[[int], Moments]) -> dict[in
                 continue
             of_result = sum(known)
         for value in cotangents:
-            share = _share(eqn, value, cotangents, plan, moments)
+            share = _share(eqn, value, cotangents, size, moments)
             if share is not None:
                 influence[value] = influence.get(value, 0.0) + of_result * share
         for value in others:
@@ -194,11 +194,10 @@ def _share(
     eqn: Equation,
     value: int,
     cotangents: list[int],
-    plan: ProgramPlan,
+    size: Callable[[int], int],
     moments: Callable[[int], Moments],
 ) -> Any:
     """Returns what share of a result's influence a cotangent has; none: `None`."""
-    size = _size_of(plan)
     result = eqn.outputs[0]
     # A relative error of the whole is one of its parts.
     if takes_parts(eqn.primitive):

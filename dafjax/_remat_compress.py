@@ -57,8 +57,7 @@ def remat_compress(
             `{"attention*": 4}`; or `dafjax.Bits(...)`, which explains them. Or what
             bits are allocated for as the program runs, in a `dafjax.stores.PagePool`:
             `dafjax.AverageBits(...)`, `dafjax.Budget(...)`, `dafjax.NoiseCeiling(...)`.
-            `None`
-            turns dafjax off: `fun` comes back as it is, gradients included.
+            `None` turns dafjax off: `fun` comes back as it is, gradients included.
         store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
         static_argnums: Positions of arguments that are not arrays, hashable.
         static_argnames: Names of keyword arguments that are not arrays, hashable.

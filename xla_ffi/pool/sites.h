@@ -11,7 +11,7 @@ namespace dafjax::pool {
 
 // What is set for a site.
 struct SiteSettings {
-  // 0: no limit but the request's.
+  // 0: what allocation gave, or else the request's.
   int bits = 0;
   // Meaningless unless known.
   double importance = 0;
