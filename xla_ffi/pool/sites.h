@@ -112,13 +112,13 @@ class Sites {
   }
 
   void Apply() {
+    for (auto& [id, site] : sites_) site.tiles_of_execution = site.counts.tiles;
     if (!changed_) return;
     changed_ = false;
     double sum = 0;
     int64_t known = 0;
     for (auto& [id, site] : sites_) {
       site.now = site.next;
-      site.tiles_of_execution = site.counts.tiles;
       if (!site.now.known || site.tiles_of_execution == 0) continue;
       // Divided before it is summed: the sum of finite importances may not be finite.
       sum += site.now.importance / static_cast<double>(site.tiles_of_execution);
