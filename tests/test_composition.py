@@ -123,13 +123,15 @@ def relative_error_and_traces(composition):
 def temp_ratio(composition):
     """The temporary bytes at 2 bits over those with nothing wrapped."""
 
-    def temp_nbytes(wrap):
+    def temp_nbytes(program):
         shapes = jax.eval_shape(lambda: composition.arguments(LARGE))
-        compiled = composition.program(wrap).lower(*shapes).compile()
+        compiled = program.lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
+    plain = composition.plain or composition.program
     with composition.settings():
-        return temp_nbytes(dafjax.remat_compress) / temp_nbytes(nothing)
+        needed = temp_nbytes(composition.program(dafjax.remat_compress))
+        return needed / temp_nbytes(plain(nothing))
 
 
 class TestEveryComposition:
