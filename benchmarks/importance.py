@@ -27,7 +27,8 @@ from benchmarks.training import Workload
 from dafjax import Bits
 from dafjax._equation import Constant, evaluate
 from dafjax._importance import Moments, importances, sample_moments, values_to_sample
-from dafjax._plan import Kept, ProgramPlan, make_plan
+from dafjax._plan import Kept, ProgramPlan
+from dafjax._planner import make_plan
 from dafjax._residuals import differentiate
 from dafjax._tracing import trace
 from dafjax.codecs import Affine

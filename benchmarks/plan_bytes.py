@@ -25,7 +25,7 @@ from benchmarks.minimum_cut import minimum_cut_nbytes
 from benchmarks.tables import make_console, make_table
 from benchmarks.training import Workload
 from dafjax import Bits
-from dafjax._plan import make_plan
+from dafjax._planner import make_plan
 from dafjax._residuals import Program, differentiate
 from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive

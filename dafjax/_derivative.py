@@ -17,7 +17,8 @@ from dafjax._bodies import has_bodies, with_wrapped_bodies
 from dafjax._graph import mark_as_wrapped
 from dafjax._native import first_order
 from dafjax._passes import Ties, run_backward, run_forward
-from dafjax._plan import ProgramPlan, make_plan
+from dafjax._plan import ProgramPlan
+from dafjax._planner import make_plan
 from dafjax._recorder import current_recorder
 from dafjax._residuals import (
     differentiate,

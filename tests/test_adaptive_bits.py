@@ -118,6 +118,32 @@ def test_a_budget_in_bytes_is_met(pool, example):
         assert 0.5 * nbytes < pool.stats().live_nbytes <= nbytes
 
 
+def test_a_budget_is_of_what_is_held_at_once(example):
+    params, x = example
+    micro_batches = x.reshape(4, 256, 64)
+    kept = {}
+    for once in (False, True):
+        with PagePool(backward_once=once) as pool:
+            gradient = jax.grad(
+                dafjax.remat_compress(
+                    relu_loss, bits=dafjax.Budget("96KiB"), store=pool
+                )
+            )
+
+            def step(params, micro_batches, gradient=gradient):
+                def add(total, x):
+                    return jax.tree.map(jnp.add, total, gradient(params, x)), None
+
+                zeros = jax.tree.map(jnp.zeros_like, params)
+                return jax.lax.scan(add, zeros, micro_batches)[0]
+
+            run(jax.jit(step), (params, micro_batches))
+            kept[once] = average_bits(pool)
+    # 4 * 152 Ki elements are put, of which 152 Ki wait at once.
+    assert kept[False] < 1.5
+    assert kept[True] >= 4
+
+
 def test_a_ceiling_of_noise_raises_bits_until_it_is_met(pool, example):
     exact = jax.grad(relu_loss)(*example)
     wrapped = dafjax.remat_compress(

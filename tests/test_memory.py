@@ -9,6 +9,7 @@ import pytest
 
 import dafjax
 from benchmarks.methods import compress, save_all
+from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.training import Workload
 from dafjax import _remat_compress
 from dafjax._passes import Ties
@@ -197,3 +198,22 @@ def test_ties_copy_no_activation():
     # What goes into a tie or comes out of it and is copied only for that.
     copied = re.findall(rf"= {re.escape(large)}\S* copy\(%(\S+)\)", text)
     assert [name for name in copied if "tie" in name or "tuple" in name] == []
+
+
+def dense_step(wrap):
+    """Compiles the gradient of ten layers whose activations have 16 MiB each."""
+    params = networks.mlp_params(jax.random.key(0), (256,) * 11)
+    x = jax.random.normal(jax.random.key(1), (16384, 256))
+    gradient = jax.jit(jax.grad(wrap(networks.mlp_loss)))
+    compiled = gradient.lower(params, x).compile()
+    return compiled, functools.partial(compiled, params, x)
+
+
+def test_resident_memory_is_what_the_compiled_program_says():
+    plain, compressed = (
+        peak_rss_in_fresh_process(dense_step, wrap)
+        for wrap in (functools.partial, dafjax.remat_compress)
+    )
+    assert compressed.planned < 0.4 * plain.planned
+    for measured in (plain, compressed):
+        assert abs(measured.added - measured.planned) < 0.15 * measured.planned

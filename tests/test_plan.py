@@ -6,7 +6,7 @@ import pytest
 
 import dafjax
 from dafjax._bits import Bits
-from dafjax._plan import make_plan
+from dafjax._planner import make_plan
 from dafjax._residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import AbstractPolicy, CompressExpensive, SaveAll

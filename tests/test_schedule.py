@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from dafjax._bits import Bits
-from dafjax._plan import make_plan
+from dafjax._planner import make_plan
 from dafjax._primitives import is_cheap
 from dafjax._residuals import differentiate
 from dafjax._schedule import Unpacking, schedule_backward

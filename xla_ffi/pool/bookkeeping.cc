@@ -8,8 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "pool/allocation.h"
-
 namespace dafjax::pool {
 namespace {
 
@@ -352,9 +350,9 @@ void Bookkeeping::StartExecution(const Execution& execution) {
     // The devices of a program have one run id: what holds in it is settled once.
     if (execution.run_id != last_run_id_) {
       for (int n = sites_.TakeMeasures(); n > 0; --n) observer_.RefuseImportance();
-      gradient_.Settle();
       sites_.Apply();
-      AllocateBits();
+      allocator_.Allocate(last_run_id_, observer_.HeldShare(), &sites_);
+      observer_.StartRun();
       last_run_id_ = execution.run_id;
     }
     memory_.set_limit(next_budget_);
@@ -362,55 +360,6 @@ void Bookkeeping::StartExecution(const Execution& execution) {
     peak_pages_ = 0;
   }
   Shrink();
-}
-
-// Gives bits to the sites that the last execution put, so that they meet the target.
-void Bookkeeping::AllocateBits() noexcept {
-  const Target& target = next_target_;
-  std::vector<std::pair<SiteId, Site*>> put;
-  std::vector<Site*> free;
-  std::vector<SiteDemand> demands;
-  std::vector<int> bits;
-  Target::Taken taken;
-  bool known = false;
-  expected_variance_ = 0;
-  try {
-    for (auto& [id, site] : sites_.all()) {
-      if (target.kind == Target::kNone) site.allocated_bits = 0;
-      if (site.counts.puts == 0 || site.counts.run_id != last_run_id_) continue;
-      put.emplace_back(id, &site);
-      known = known || site.now.known;
-    }
-    if (!known) return;
-    std::sort(put.begin(), put.end(),
-              [](const auto& a, const auto& b) { return a.first < b.first; });
-    for (const auto& [id, site] : put) {
-      const SiteCounts& counts = site->counts;
-      const SiteDemand demand = {counts.tiles * kTileElements,
-                                 sites_.Importance(*site, counts.tiles)};
-      taken.num_elements += demand.num_elements;
-      taken.metadata_nbytes += counts.metadata_nbytes;
-      // Executions that overlap reset each other's counts.
-      const int64_t kept = counts.tile_bits_kept / std::max<int64_t>(counts.tiles, 1);
-      int fixed = static_cast<int>(std::clamp<int64_t>(kept, 0, 8));
-      if (target.kind != Target::kNone) {
-        fixed = site->now.bits;
-        if (fixed == 0) {
-          demands.push_back(demand);
-          free.push_back(site);
-          continue;
-        }
-      }
-      taken.bits += demand.num_elements * fixed;
-      taken.variance += ExpectedVariance({demand}, {fixed});
-    }
-    bits = target.Meet(demands, taken, gradient_.energy());
-  } catch (const std::bad_alloc&) {
-    // Bits stay what they were.
-    return;
-  }
-  for (size_t i = 0; i < free.size(); ++i) free[i]->allocated_bits = bits[i];
-  expected_variance_ = taken.variance + ExpectedVariance(demands, bits);
 }
 
 void Bookkeeping::MakeReclaimable(EntryList* over) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "pool/bit_allocator.h"
 #include "pool/entry.h"
 #include "pool/epochs.h"
 #include "pool/eviction.h"
@@ -69,14 +70,14 @@ class Bookkeeping {
   void AddImportance(SiteId site, double sample);
   void SetBits(SiteId site, int bits) { sites_.SetBits(site, bits); }
   void SetBudget(int64_t nbytes) { next_budget_ = nbytes; }
-  void SetTarget(const Target& target) { next_target_ = target; }
+  void SetTarget(const Target& target) { allocator_.SetTarget(target); }
   void NoteRange(SiteId site, double mean_square, int64_t num_tiles) {
     sites_.NoteRange(site, mean_square, num_tiles);
   }
   void NoteSensitivity(SiteId site, double sensitivity) {
     if (!sites_.NoteSensitivity(site, sensitivity)) observer_.RefuseImportance();
   }
-  void NoteGradient(double energy) { gradient_.Add(energy); }
+  void NoteGradient(double energy) { allocator_.NoteGradient(energy); }
 
   // Frees what is reclaimable and gives free pages back. With `all`, all executions
   // count as over.
@@ -108,7 +109,6 @@ class Bookkeeping {
   void Free(uint32_t slot);
   void Clear(Entry* entry);
   void StartExecution(const Execution& execution);
-  void AllocateBits() noexcept;
   void MakeReclaimable(EntryList* over);
 
   const uint32_t pool_id_;
@@ -116,11 +116,8 @@ class Bookkeeping {
   const std::shared_ptr<const Growth> growth_;
   const bool backward_once_;
   int64_t next_budget_;
-  Target next_target_;
-  Gradient gradient_;
   // The one that put anything last.
   int64_t last_run_id_ = std::numeric_limits<int64_t>::min();
-  double expected_variance_ = 0;
   ObservedMemory observed_;
   LimitedMemory memory_;
   PageAllocator pages_;
@@ -131,6 +128,7 @@ class Bookkeeping {
   Epochs epochs_;
   EntryList reclaimable_;
   Sites sites_;
+  BitAllocator allocator_;
   Observer observer_;
   uint64_t sequence_ = 0;
   int64_t fixed_nbytes_ = 0;

@@ -15,8 +15,8 @@ Stats Bookkeeping::Snapshot() const {
   stats.committed = observed_.committed();
   stats.pages_used = pages_.num_used();
   stats.pages_free = pages_.num_free();
-  stats.expected_variance = expected_variance_;
-  stats.gradient_energy = gradient_.energy();
+  stats.expected_variance = allocator_.expected_variance();
+  stats.gradient_energy = allocator_.gradient_energy();
   for (const auto& [id, site] : sites_.all()) {
     const SiteCounts& counts = site.counts;
     if (counts.puts == 0) continue;

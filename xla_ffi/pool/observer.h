@@ -1,6 +1,7 @@
 #ifndef DAFJAX_POOL_OBSERVER_H_
 #define DAFJAX_POOL_OBSERVER_H_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "pool/entry.h"
@@ -20,6 +21,7 @@ class Observer {
     stats_.bytes.Add(entry.Nbytes());
     Count(entry.phase, 1, entry.Nbytes());
     stats_.degraded_nbytes += asked_nbytes - entry.Nbytes();
+    put_nbytes_ += entry.Nbytes();
     SiteCounts& site = entry.site->counts;
     if (site.puts == 0 || site.run_id != entry.execution.run_id) {
       site.run_id = entry.execution.run_id;
@@ -61,6 +63,18 @@ class Observer {
   void RefuseImportance() { ++stats_.refused_importances; }
   void RefuseHandle() { ++stats_.refused_handles; }
   void StartExecution() { ++stats_.executions; }
+  // An execution of a program starts, on the first of its devices.
+  void StartRun() {
+    put_nbytes_ = 0;
+    peak_live_nbytes_ = stats_.bytes_live;
+  }
+
+  // Of what has been put since then, the share that was live at once; above 0, at most 1.
+  double HeldShare() const {
+    if (put_nbytes_ <= 0 || peak_live_nbytes_ <= 0) return 1;
+    const double put = static_cast<double>(put_nbytes_);
+    return std::min(1.0, static_cast<double>(peak_live_nbytes_) / put);
+  }
 
   const Stats& counts() const { return stats_; }
 
@@ -73,9 +87,13 @@ class Observer {
       case Phase::kReclaimable: stats_.entries_reclaimable += entries; return;
     }
     stats_.bytes_live += nbytes;
+    peak_live_nbytes_ = std::max(peak_live_nbytes_, stats_.bytes_live);
   }
 
   Stats stats_;
+  // Of one execution of a program.
+  int64_t put_nbytes_ = 0;
+  int64_t peak_live_nbytes_ = 0;
 };
 
 }  // namespace dafjax::pool

@@ -1,7 +1,6 @@
 #ifndef DAFJAX_POOL_TARGET_H_
 #define DAFJAX_POOL_TARGET_H_
 
-#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -14,8 +13,8 @@ struct Target {
   enum Kind { kNone, kAverageBits, kNbytes, kRelativeVariance };
 
   Kind kind = kNone;
-  // Bits of an element; bytes of all entries, metadata included; or the variance of the
-  // gradient over its squared norm.
+  // Bits of an element; bytes of the entries that are held at once, metadata included;
+  // or the variance of the gradient over its squared norm.
   double value = 0;
 
   // What the sites take that are not allocated for, and what all take together.
@@ -26,6 +25,8 @@ struct Target {
     // Of all sites.
     int64_t num_elements = 0;
     int64_t metadata_nbytes = 0;
+    // Of what an execution puts, the share that is held at once, above 0 and at most 1.
+    double held_share = 1;
   };
 
   // Throws std::bad_alloc. `gradient_energy` is the squared norm of the gradient; 0 if it
@@ -38,7 +39,8 @@ struct Target {
     const double all =
         kind == kAverageBits
             ? value * static_cast<double>(taken.num_elements)
-            : 8 * (kShare * value - static_cast<double>(taken.metadata_nbytes));
+            : 8 * (kShare * value / taken.held_share -
+                   static_cast<double>(taken.metadata_nbytes));
     const double bits = all - static_cast<double>(taken.bits);
     constexpr double kMost = 0x1p62;
     return Allocate(demands, static_cast<int64_t>(bits < 0       ? 0
@@ -49,28 +51,6 @@ struct Target {
  private:
   // The rest is for what the ends of planes round up to.
   static constexpr double kShare = 0.98;
-};
-
-// The squared norm of the gradient, averaged over executions.
-class Gradient {
- public:
-  // Of a part of the gradient.
-  void Add(double energy) {
-    if (std::isfinite(energy) && energy >= 0) sum_ += energy;
-  }
-  // The execution is over.
-  void Settle() {
-    if (sum_ == 0) return;
-    energy_ += (energy_ == 0 ? 1.0 : kWeight) * (sum_ - energy_);
-    sum_ = 0;
-  }
-  double energy() const { return energy_; }
-
- private:
-  static constexpr double kWeight = 1.0 / 8;
-
-  double sum_ = 0;
-  double energy_ = 0;
 };
 
 }  // namespace dafjax::pool
