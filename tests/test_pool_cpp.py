@@ -79,8 +79,8 @@ BUGS = {
     ),
     "an execution is over too late": (
         "epochs.h",
-        "if (runs.size() < in_flight_) {",
-        "if (runs.size() <= in_flight_) {",
+        "if (runs.size() == in_flight_) {",
+        "if (runs.size() == in_flight_ + 1) {",
     ),
     "the check of a handle is not looked at": (
         "bookkeeping.cc",
@@ -104,8 +104,8 @@ BUGS = {
     ),
     "settings hold at once": (
         "bookkeeping.cc",
-        "const int limit = site.now.bits",
-        "const int limit = site.next.bits",
+        "if (site.now.bits > 0) bits = site.now.bits;",
+        "if (site.next.bits > 0) bits = site.next.bits;",
     ),
     "the child keeps the parent's entries": (
         "fork.cc",
