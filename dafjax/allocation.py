@@ -105,8 +105,8 @@ def allocate(sites: Sequence[Site], budget: int) -> tuple[int, ...]:
         budget: The most bits that all codes may have, without what blocks need besides.
 
     Returns:
-        The bits of each site: 1, 2, 4 or 8. If not even their minima fit, these are
-        given up, last sites first, as far as needed; 1 bit each is the least.
+        The bits of each site: 1, 2, 4 or 8. If not all their minima fit, those are met
+        that save most for a bit; 1 bit each is the least.
 
     Example:
         >>> from dafjax.allocation import Site, allocate
@@ -195,12 +195,9 @@ def _steps(sites: Sequence[Site], bits: Sequence[int]) -> list[_Step]:
 
 
 def _lowest(sites: Sequence[Site], budget: int) -> list[int]:
-    """Returns the minima of the sites, given up from the end as far as needed."""
+    """Returns the minima of the sites; the most useful of them if not all fit."""
     bits = [site.minimum for site in sites]
-    excess = num_bits(sites, bits) - budget
-    for number in reversed(range(len(sites))):
-        while excess > 0 and bits[number] > LADDER[0]:
-            lower = LADDER[LADDER.index(bits[number]) - 1]
-            excess -= sites[number].num_elements * (bits[number] - lower)
-            bits[number] = lower
-    return bits
+    if num_bits(sites, bits) <= budget:
+        return bits
+    up_to_minima = [dataclasses.replace(s, maximum=s.minimum) for s in sites]
+    return list(_raised(up_to_minima, [LADDER[0]] * len(sites), budget))

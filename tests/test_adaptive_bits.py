@@ -89,6 +89,27 @@ def test_importance_beats_the_same_bits_for_all(pool):
     assert error(got, exact) < 0.5 * error(uniform(*example), exact)
 
 
+def test_what_enters_nonlinearly_has_two_bits_if_they_fit(pool):
+    def loss(w, x):
+        # The first layer does not matter, but for the shape of GELU.
+        return 1e-3 * jnp.mean(jax.nn.gelu(x @ w[0])) + jnp.mean((x @ w[1]) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = [jax.random.normal(key, (64, 256)) / 8 for key in keys[1:]]
+    wrapped = dafjax.remat_compress(loss, bits=dafjax.AverageBits(3), store=pool)
+    step = jax.jit(jax.grad(wrapped))
+    kept = {}
+    for average in (3, 1):
+        pool.target = dafjax.AverageBits(average)
+        run(step, (w, jax.random.normal(keys[0], (1024, 64))))
+        sites = pool.stats().sites
+        kept[average] = {n.split(" @")[0]: s.bits_kept for n, s in sites.items()}
+    assert kept == {
+        3: {"dot_general": 2, "dot_general 2": 4},
+        1: {"dot_general": 1, "dot_general 2": 1},
+    }
+
+
 def test_targets_change_without_compiling(pool, example):
     exact = jax.grad(relu_loss)(*example)
     traces = []

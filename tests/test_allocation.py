@@ -85,7 +85,7 @@ def test_bounds_hold():
 def test_minima_are_given_up_where_the_budget_is_too_small():
     sites = [Site(100, 1.0, minimum=8), Site(100, 1.0, minimum=8)]
     assert allocate(sites, 1200) == (8, 4)
-    assert allocate(sites, 900) == (8, 1)
+    assert allocate(sites, 900) == (4, 4)
     assert allocate(sites, 0) == (1, 1)
 
 

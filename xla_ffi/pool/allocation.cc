@@ -55,24 +55,6 @@ int64_t NumBits(const std::vector<SiteDemand>& demands, const std::vector<int>& 
   return sum;
 }
 
-std::vector<int> Minima(const std::vector<SiteDemand>& demands) {
-  std::vector<int> bits;
-  bits.reserve(demands.size());
-  for (const SiteDemand& demand : demands) bits.push_back(demand.minimum);
-  return bits;
-}
-
-// Gives minima up, last sites first, as far as needed.
-void GiveUp(const std::vector<SiteDemand>& demands, int64_t excess, std::vector<int>* bits) {
-  for (size_t s = demands.size(); s-- > 0;) {
-    while (excess > 0 && (*bits)[s] > kLadder[0]) {
-      const int lower = (*bits)[s] / 2;
-      excess -= demands[s].num_elements * ((*bits)[s] - lower);
-      (*bits)[s] = lower;
-    }
-  }
-}
-
 // Takes steps upwards, those that save most for a bit first, while they fit.
 std::vector<int> Raised(const std::vector<SiteDemand>& demands, std::vector<int> bits,
                         int64_t budget) {
@@ -87,11 +69,26 @@ std::vector<int> Raised(const std::vector<SiteDemand>& demands, std::vector<int>
   return bits;
 }
 
+std::vector<int> Minima(const std::vector<SiteDemand>& demands) {
+  std::vector<int> bits;
+  bits.reserve(demands.size());
+  for (const SiteDemand& demand : demands) bits.push_back(demand.minimum);
+  return bits;
+}
+
+// The minima; the most useful of them if not all fit.
+std::vector<int> Lowest(const std::vector<SiteDemand>& demands, int64_t budget) {
+  std::vector<int> bits = Minima(demands);
+  if (NumBits(demands, bits) <= budget) return bits;
+  std::vector<SiteDemand> up_to_minima = demands;
+  for (SiteDemand& demand : up_to_minima) demand.maximum = demand.minimum;
+  return Raised(up_to_minima, std::vector<int>(demands.size(), kLadder[0]), budget);
+}
+
 }  // namespace
 
 std::vector<int> Allocate(const std::vector<SiteDemand>& demands, int64_t budget) {
-  std::vector<int> bits = Minima(demands);
-  GiveUp(demands, NumBits(demands, bits) - budget, &bits);
+  std::vector<int> bits = Lowest(demands, budget);
   std::vector<int> best = Raised(demands, bits, budget);
   double least = ExpectedVariance(demands, best);
   // Never worse than the same bits for all.

@@ -32,6 +32,10 @@ int KeptBits(const SiteCounts& counts) {
   return static_cast<int>(std::clamp<int64_t>(bits, 0, 8));
 }
 
+// Half of what is asked for where nothing is allocated. More is asked for where a residual
+// enters nonlinearly: importances, which are of first order, say too little there.
+int MinimumOf(const SiteCounts& counts) { return std::max(1, counts.bits / 2); }
+
 }  // namespace
 
 void BitAllocator::Allocate(int64_t run_id, double held, Sites* sites) noexcept {
@@ -54,7 +58,8 @@ void BitAllocator::Allocate(int64_t run_id, double held, Sites* sites) noexcept 
     for (const auto& [id, site] : put) {
       const SiteCounts& counts = site->counts;
       const SiteDemand demand = {counts.tiles * kTileElements,
-                                 sites->Importance(*site, counts.tiles)};
+                                 sites->Importance(*site, counts.tiles),
+                                 MinimumOf(counts)};
       taken.num_elements += demand.num_elements;
       taken.metadata_nbytes += counts.metadata_nbytes;
       if (allocates && site->now.bits == 0) {

@@ -67,7 +67,7 @@ Status Bookkeeping::Put(const NewEntry& wanted, uint32_t* slot) {
   entry.phase = Phase::kWriting;
   fixed_nbytes_ += entry.FixedNbytes();
   peak_pages_ = std::max(peak_pages_, pages_.num_used());
-  observer_.Put(entry, wanted.max_bits, asked_nbytes);
+  observer_.Put(entry, wanted.bits, wanted.max_bits, asked_nbytes);
   *slot = chosen;
   return {};
 }

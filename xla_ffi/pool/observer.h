@@ -15,8 +15,9 @@ namespace dafjax::pool {
 // vacant; bytes_live those of entries that are being written or are live.
 class Observer {
  public:
-  // A new entry, that is complete. `asked_nbytes` is what it would take with all bits.
-  void Put(const Entry& entry, int max_bits, int64_t asked_nbytes) {
+  // A new entry, that is complete. `bits` and `max_bits` are the request's;
+  // `asked_nbytes` is what it would take with all bits.
+  void Put(const Entry& entry, int bits, int max_bits, int64_t asked_nbytes) {
     stats_.entries.Add(1);
     stats_.bytes.Add(entry.Nbytes());
     Count(entry.phase, 1, entry.Nbytes());
@@ -29,6 +30,7 @@ class Observer {
       site.metadata_nbytes = 0;
     }
     ++site.puts;
+    site.bits = bits;
     site.max_bits = max_bits;
     site.tiles += entry.num_tiles;
     site.metadata_nbytes += entry.metadata.nbytes;

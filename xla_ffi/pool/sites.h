@@ -22,6 +22,8 @@ struct SiteSettings {
 struct SiteCounts {
   int64_t puts = 0;
   int64_t evictions = 0;
+  // The last request's.
+  int bits = 0;
   int max_bits = 0;
   // Of one execution: sums over tiles.
   int64_t run_id = 0;
