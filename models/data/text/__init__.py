@@ -1,0 +1,1 @@
+"""Text to learn from: GLUE, table-to-text, and docstrings of installed packages."""
