@@ -29,11 +29,13 @@ def _accuracy(labels: np.ndarray, predictions: np.ndarray) -> float:
 
 
 def _pearson(labels: np.ndarray, predictions: np.ndarray) -> float:
-    return float(scipy.stats.pearsonr(labels, predictions)[0])
+    result: Any = scipy.stats.pearsonr(labels, predictions)
+    return float(result.statistic)
 
 
 def _spearman(labels: np.ndarray, predictions: np.ndarray) -> float:
-    return float(scipy.stats.spearmanr(labels, predictions)[0])
+    result: Any = scipy.stats.spearmanr(labels, predictions)
+    return float(result.statistic)
 
 
 @final
