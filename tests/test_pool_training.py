@@ -187,6 +187,35 @@ class TestNumbers:
             got = gradient(*jax.device_put(_example(key), device))
             _assert_same(got, want)
 
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_shard_map_puts_what_each_device_has(self, pool, inside, key):
+        p, x = _example(key)
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+        rows = PartitionSpec("data")
+
+        def divided(store):
+            loss = dafjax.remat_compress(
+                networks.mlp_loss, store=store, policy=_policy(2)
+            )
+            total = lambda p, x: jax.lax.pmean(loss(p, x), "data")
+            specs = {
+                "mesh": mesh,
+                "in_specs": (PartitionSpec(), rows),
+                "out_specs": PartitionSpec(),
+            }
+            if inside:
+                return jax.jit(jax.shard_map(jax.grad(total), **specs))
+            return jax.jit(jax.grad(jax.shard_map(total, **specs)))
+
+        gradient = divided(pool)
+        x = jax.device_put(x, NamedSharding(mesh, rows))
+        for _ in range(3):
+            _assert_same(gradient(p, x), divided(Arrays())(p, x))
+        stats = pool.stats()
+        # Two residuals on each of two devices, of the execution that is not over.
+        assert stats.live_entries == 2 * 2
+        assert stats.total_entries == 3 * 2 * 2
+
     def test_two_pools(self, pool, key, request):
         p, x = _example(key)
         with PagePool(name=f"other {request.node.name}") as other:

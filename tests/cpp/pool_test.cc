@@ -782,6 +782,7 @@ void TestForkedChildrenStartEmpty() {
   Handle handle;
   CHECK(Store(pool.get(), put, &handle).ok());
   CHECK(pool->SetBudget(4 * kMiB).ok());
+  pool->SetTarget({Target::kAverageBits, 1});
   const pid_t child = fork();
   CHECK(child >= 0);
   if (child == 0) {
@@ -793,6 +794,13 @@ void TestForkedChildrenStartEmpty() {
     CHECK(Store(pool.get(), put, &own).ok());
     CHECK(!(own == handle));
     CHECK(Load(pool.get(), put, own) == 8);
+    // The target holds, as soon as something is known to allocate for.
+    CHECK(pool->allocates());
+    pool->SetImportance(1, 1.0);
+    for (const int64_t run : {2, 3}) {
+      CHECK(Store(pool.get(), {{run, 0}, 1, {100, 8, 100}, 1}, &own).ok());
+    }
+    CHECK(Load(pool.get(), put, own) == 1);
     CHECK_VALID(*pool);
     pool.reset();
     std::_Exit(0);
