@@ -545,8 +545,7 @@ class TestLifetimes:
             ):
                 jax.block_until_ready(pullback(jnp.ones_like(y)))
 
-    @pytest.mark.parametrize("depth", [1, 2, 6])
-    @pytest.mark.parametrize("in_flight", [1, 8])
+    @pytest.mark.parametrize(("depth", "in_flight"), [(1, 1), (2, 1), (6, 1), (6, 8)])
     def test_eager_blocks_give_right_numbers_or_the_error(
         self, key, request, depth, in_flight
     ):

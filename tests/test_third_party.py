@@ -111,7 +111,12 @@ def roberta(key):
 
 
 PROBLEMS = [u_net, vision_transformer, roberta]
-every_problem = pytest.mark.parametrize("make", PROBLEMS, ids=lambda f: f.__name__)
+# One process trains a model for all tests of it.
+every_problem = pytest.mark.parametrize(
+    "make",
+    [pytest.param(f, marks=pytest.mark.xdist_group(f.__name__)) for f in PROBLEMS],
+    ids=lambda f: f.__name__,
+)
 STEPS = 10
 
 

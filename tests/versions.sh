@@ -12,11 +12,12 @@ set -eu
 cd "$(dirname "$0")/.."
 
 # What `--part` leaves out: kernels, codecs and the page pool itself, to which JAX is a
-# library of arrays, and whole programs, which are long.
+# library of arrays, and whole programs and models of others, which are long.
 left_out='models test_allocation.py test_benchmarks.py test_build.py
   test_codec_affine.py test_codec_bitmask.py test_codecs.py test_column_blocks.py
   test_importance.py test_lost_planes.py test_native_variants.py test_page_pool.py
-  test_pool_cpp.py test_rounding_statistics.py test_train.py'
+  test_pool_cpp.py test_rounding_statistics.py test_third_party.py
+  test_train.py'
 
 find_python() {  # version
   for python in "python$1" "$HOME"/.pyenv/versions/"$1".*/bin/python; do
@@ -67,7 +68,7 @@ for jax in ${*:-0.9.2 0.10.2 0.11.2}; do
     "jax==$jax" "jaxlib==$jax" || { failed="$failed $jax"; continue; }
   echo "jax $jax${ignore:+, all tests but:$ignore}"
   # shellcheck disable=SC2086  # One option for each file.
-  "$venv/bin/python" -m pytest --quiet --numprocesses 2 $ignore || failed="$failed $jax"
+  "$venv/bin/python" -m pytest --quiet --numprocesses 2 --dist loadgroup $ignore || failed="$failed $jax"
 done
 if [ -n "$failed" ]; then
   echo "failed on jax:$failed" >&2
