@@ -21,6 +21,7 @@ from dafjax._plan import ProgramPlan, make_plan
 from dafjax._recorder import current_recorder
 from dafjax._residuals import (
     differentiate,
+    fingerprint_of_function,
     is_differentiable,
     trace_like,
     vjp_of_perturbed,
@@ -67,8 +68,9 @@ def with_compressed_residuals(
     ) -> _Rule:
         if absorbed:
             return _PlainRule(perturbed, differentiable, evaluate)
-        source, numbers = closed, activations
+        source, numbers, name = closed, activations, None
         if has_bodies(closed):
+            name = fingerprint_of_function(closed, perturbed)
             source = _with_wrapped_bodies(closed, options, activations, iterations or 1)
             # The seed is an argument too.
             perturbed = (False, *perturbed)
@@ -83,6 +85,7 @@ def with_compressed_residuals(
             bits=options.bits,
             activations=numbers,
             iterations=iterations or 1,
+            function=name,
         )
         if plan.compresses or options.policy.is_binding:
             return _ScheduledRule(plan, options)

@@ -86,6 +86,7 @@ class ProgramPlan:
     Attributes:
         program: The function.
         fingerprint: That of the function before poolings were rewritten.
+        function: What tells the function from others, whatever bits codes have.
         kept: What is kept, in the order in which it is made. Everything else that the
             backward pass needs is an argument or recomputed.
         arguments: The arguments that the backward pass reads.
@@ -94,6 +95,7 @@ class ProgramPlan:
 
     program: Program
     fingerprint: str
+    function: str
     kept: tuple[Kept, ...]
     arguments: tuple[int, ...]
     recomputed: Mapping[int, Equation]
@@ -111,6 +113,7 @@ def make_plan(
     bits: Bits,
     activations: Iterable[int] = (),
     iterations: int = 1,
+    function: str | None = None,
 ) -> ProgramPlan:
     """Decides what is kept of a program.
 
@@ -122,6 +125,7 @@ def make_plan(
             are decided about as if they were made inside.
         iterations: How often the program runs before its backward pass does, as the
             body of a loop.
+        function: What tells the function from others, if not its fingerprint.
 
     Returns:
         The plan.
@@ -176,6 +180,7 @@ def make_plan(
     return ProgramPlan(
         program=program,
         fingerprint=fingerprint,
+        function=fingerprint if function is None else function,
         kept=tuple(
             _describe(
                 fingerprint,
