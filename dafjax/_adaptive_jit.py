@@ -50,9 +50,10 @@ def adaptive_jit(
     many as the target allows, and for a ceiling of noise the most.
 
     Functions that are wrapped with equal targets share what the target gives. Residuals
-    that enter gradients through an exponential keep 8 bits as long as the target allows
-    it. As with `jax.jit`, other shapes are another program; each has bits of its own,
-    within the target.
+    that enter gradients through an exponential have 8 bits, as always, within the
+    target; if the others then have less than 1 bit, the call raises a `ValueError`. As
+    with `jax.jit`, other shapes are another program; each has bits of its own, within
+    the target.
 
     Args:
         fun: The step. It is traced twice before it is first compiled.

@@ -6,6 +6,7 @@ when other bits are so much better that it is compiled once more.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
@@ -33,7 +34,7 @@ class Demand:
     Attributes:
         num_elements: Elements of all its residuals that are there at once.
         parameters_nbytes: Bytes of the scales and minima of their blocks.
-        minimum: The fewest bits that it should have.
+        minimum: The fewest bits that it must have.
         maximum: The most.
     """
 
@@ -74,29 +75,30 @@ def nbytes(demands: Demands, bits: Mapping[int, int]) -> int:
 def first_bits(target: Target, demands: Demands) -> BitsBySite:
     """Returns bits for sites of which nothing has been measured: the same for all.
 
-    As many as the target allows. A ceiling of noise is kept from the start: it begins
-    with the most bits.
+    As many as the target allows; where some must have more, the others have what is
+    left. A ceiling of noise is kept from the start: it begins with the most bits.
 
     Raises:
-        ValueError: Not even 1 bit each fits.
+        ValueError: Not even the fewest bits that there must be fit.
     """
-    sites = _sites(demands, dict.fromkeys(demands, 0.0))
+    # As if all elements mattered alike.
+    sites = _sites(demands, {s: float(d.num_elements) for s, d in demands.items()})
     if isinstance(target, NoiseCeiling):
         return _by_site(demands, [site.maximum for site in sites])
     budget = _budget(target, demands)
-    for floor in reversed(LADDER):
-        bits = [min(max(floor, site.minimum), site.maximum) for site in sites]
-        if num_bits(sites, bits) <= budget:
-            return _by_site(demands, bits)
-    least = num_bits(sites, [1] * len(sites))
-    if least > budget:
-        needed = nbytes(demands, dict.fromkeys(demands, 1))
+    minima = [site.minimum for site in sites]
+    if num_bits(sites, minima) > budget:
         raise ValueError(
-            f"`remat_compress(bits={target!r})`: with 1 bit an element, the least that "
-            f"there is, the residuals in codes need {needed} bytes "
-            f"({readable(needed)}). Give more, or use a smaller batch."
+            f"`remat_compress(bits={target!r})`: residuals in codes need at least "
+            f"{_amount(target, demands, minima)}. That is with 1 bit an element, and 8 "
+            "where gradients depend on it by way of an exponential, which makes large "
+            "errors of small ones, or where a policy asked for as many. Give more."
         )
-    # Not even the minima fit: they are given up as far as needed.
+    for floor in reversed(LADDER):
+        bits = [min(floor, site.maximum) for site in sites]
+        fits = num_bits(sites, bits) <= budget
+        if fits and all(site.minimum <= floor for site in sites):
+            return _by_site(demands, bits)
     return _by_site(demands, allocate(sites, budget))
 
 
@@ -142,6 +144,18 @@ def _budget(target: AverageBits | Budget, demands: Demands) -> int:
         return int(target.bits * sum(d.num_elements for d in demands.values()))
     parameters = sum(demand.parameters_nbytes for demand in demands.values())
     return max(0, 8 * (int(target.nbytes) - parameters))
+
+
+def _amount(target: Target, demands: Demands, bits: Sequence[int]) -> str:
+    """Returns what some bits come to, in the unit of a target."""
+    by_site = _by_site(demands, bits)
+    if isinstance(target, AverageBits):
+        num_elements = sum(demand.num_elements for demand in demands.values())
+        all_bits = sum(demands[site].num_elements * b for site, b in by_site.items())
+        # Rounded up, so that it is enough.
+        return f"{math.ceil(100 * all_bits / num_elements) / 100} bits on average"
+    needed = nbytes(demands, by_site)
+    return f"{needed} bytes ({readable(needed)})"
 
 
 def _filled_in(

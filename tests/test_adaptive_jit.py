@@ -115,7 +115,9 @@ def test_a_budget_in_bytes_is_met(example, nbytes):
 def test_a_budget_that_is_too_small_says_what_is_needed(example):
     step = adaptive_gradient(two_branches, dafjax.Budget(9000))
     # 1/8 of a byte for a code, 1/64 for the scale and minimum of a block of 256.
-    with pytest.raises(ValueError, match=f"Budget.*need {2 * SIZE * 9 // 64} bytes"):
+    with pytest.raises(
+        ValueError, match=f"Budget.*at least {2 * SIZE * 9 // 64} bytes"
+    ):
         step(*example, WEIGHTS)
 
 
@@ -192,11 +194,32 @@ class TestWhetherItIsWorthIt:
             target = dafjax.NoiseCeiling(ceiling)
             assert better_bits(target, demands, {1: now}, measured) == expected
 
-    def test_minima_are_kept_as_long_as_the_target_allows(self):
+    def test_minima_are_kept(self):
         demands = {1: Demand(1000, 0, 8, 8), 2: Demand(3000, 0, 1, 8)}
-        for average, expected in ((8, (8, 8)), (5, (8, 4)), (3.5, (8, 2)), (2, (4, 1))):
-            bits = first_bits(dafjax.AverageBits(average), demands)
+        measured = Measured({1: 1e-9, 2: 1.0}, 1.0)
+        for average, expected in ((8, (8, 8)), (5, (8, 4)), (3.5, (8, 2)), (3, (8, 1))):
+            target = dafjax.AverageBits(average)
+            bits = first_bits(target, demands)
             assert tuple(bits.values()) == expected
+            assert better_bits(target, demands, bits, measured) is None
+        with pytest.raises(ValueError, match=r"at least 2.75 bits on average"):
+            first_bits(dafjax.AverageBits(2.5), demands)
+
+    def test_what_an_exponential_is_taken_of_has_eight_bits(self, key):
+        def attention(weights, x):
+            for w in weights:
+                q, k, v = jnp.split(x @ w, 3, axis=-1)
+                scores = jnp.einsum("btd,bsd->bts", q, k) / 8
+                x = x + jax.nn.softmax(scores) @ v
+            return jnp.mean(x**2)
+
+        weights = [jax.random.normal(key, (64, 192)) / 8]
+        x = jax.random.normal(key, (1, 1024, 64))
+        with pytest.raises(ValueError, match=r"at least .* bits on average"):
+            adaptive_gradient(attention, dafjax.AverageBits(2))(weights, x)
+        step = adaptive_gradient(attention, dafjax.AverageBits(7))
+        step.trace(weights, x)
+        assert sorted(step.bits.values())[-1] == 8
 
 
 class TestGradients:

@@ -30,7 +30,7 @@ class SiteFacts:
         bits: Those that it has in the program that tells this.
         num_elements: Elements that one forward pass packs, padding included.
         parameters_nbytes: Bytes of the scales and minima of its blocks.
-        minimum: The fewest bits that it should have.
+        minimum: The fewest bits that it must have.
         maximum: The most that make it smaller than it was.
     """
 
@@ -51,7 +51,7 @@ class AdaptiveAffine(AbstractCodec):
     Args:
         affine: The code.
         site: The name of what is packed.
-        minimum: The fewest bits that it should have.
+        minimum: The fewest bits that it must have.
     """
 
     affine: Affine
@@ -136,7 +136,8 @@ class Adaptive(AbstractStore):
         return AdaptiveAffine(
             codec if allocated is None else dataclasses.replace(codec, bits=allocated),
             site=site,
-            # What a policy gave more, or what enters through an exponential.
+            # What enters through an exponential, or was given more by a policy. With
+            # fewer bits attention that is recomputed gives NaN.
             minimum=codec.bits if codec.bits > planned else 1,
         )
 
