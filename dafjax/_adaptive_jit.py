@@ -53,7 +53,8 @@ def adaptive_jit(
     that enter gradients through an exponential have 8 bits, as always, within the
     target; if the others then have less than 1 bit, the call raises a `ValueError`. As
     with `jax.jit`, other shapes are another program; each has bits of its own, within
-    the target.
+    the target. Where XLA divides a program, the bytes of a `Budget` are those of all
+    devices together; in a `jax.shard_map`, those of each.
 
     Args:
         fun: The step. It is traced twice before it is first compiled.
