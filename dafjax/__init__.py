@@ -6,6 +6,10 @@ from dafjax import (
     policies as policies,
     stores as stores,
 )
+from dafjax._adaptive_jit import (
+    AdaptiveJit as AdaptiveJit,
+    adaptive_jit as adaptive_jit,
+)
 from dafjax._bits import Bits as Bits
 from dafjax._custom_calls import custom_calls as custom_calls
 from dafjax._estimate import (

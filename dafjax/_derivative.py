@@ -22,6 +22,7 @@ from dafjax._planner import make_plan
 from dafjax._recorder import current_recorder
 from dafjax._residuals import (
     differentiate,
+    fingerprint_of_function,
     is_differentiable,
     trace_like,
     vjp_of_perturbed,
@@ -68,8 +69,9 @@ def with_compressed_residuals(
     ) -> _Rule:
         if absorbed:
             return _PlainRule(perturbed, differentiable, evaluate)
-        source, numbers = closed, activations
+        source, numbers, name = closed, activations, None
         if has_bodies(closed):
+            name = fingerprint_of_function(closed, perturbed)
             source = _with_wrapped_bodies(closed, options, activations, iterations or 1)
             # The seed is an argument too.
             perturbed = (False, *perturbed)
@@ -84,6 +86,7 @@ def with_compressed_residuals(
             bits=options.bits,
             activations=numbers,
             iterations=iterations or 1,
+            function=name,
         )
         if plan.compresses or options.policy.is_binding:
             return _ScheduledRule(plan, options)

@@ -247,6 +247,8 @@ class Probe:
         self._wanted = values_to_sample(plan)
         self._moments: dict[int, Moments] = {}
         self._waiting: dict[int, jax.Array] = {}
+        self._ranges: dict[int, jax.Array] = {}
+        self._waiting_ranges: dict[int, jax.Array] = {}
 
     def see(self, values: Mapping[int, jax.Array]) -> None:
         """Samples those of the values that are wanted and new."""
@@ -255,15 +257,23 @@ class Probe:
                 self._moments[value] = sample_moments(array)
                 self._waiting[value] = jnp.stack(self._moments[value])
 
+    def see_range(self, value: int, mean_square: jax.Array | None) -> None:
+        """Takes the mean of the squared ranges of a residual's blocks, if given."""
+        if mean_square is not None and value not in self._ranges:
+            self._ranges[value] = self._waiting_ranges[value] = mean_square
+
     def waiting(self) -> list[jax.Array]:
         """Returns samples that have not been tied; `settle` takes their ties."""
-        return list(self._waiting.values())
+        return [*self._waiting.values(), *self._waiting_ranges.values()]
 
     def settle(self, tied: Sequence[jax.Array]) -> None:
         """Takes what `waiting` returned, after a tie."""
-        for value, moments in zip(self._waiting, tied, strict=True):
+        samples = iter(tied)
+        for value, moments in zip(self._waiting, samples, strict=False):
             self._moments[value] = Moments(moments[0], moments[1])
+        self._ranges.update(zip(self._waiting_ranges, samples, strict=True))
         self._waiting.clear()
+        self._waiting_ranges.clear()
 
     def sensitivities(
         self, values: Sequence[int], gradients: Sequence[jax.Array]
@@ -275,7 +285,8 @@ class Probe:
             gradients: The gradients.
 
         Returns:
-            float32 `[n + 1]`: `importances` of each, then the gradients' squared norm.
+            float32 `[n + 1]`: `importances` of each, times the squared range if it was
+            seen; then the gradients' squared norm.
         """
         found = importances(self._plan, self._moments.__getitem__)
         energies = [
@@ -283,5 +294,6 @@ class Probe:
             for g in gradients
             if jnp.issubdtype(g.dtype, jnp.inexact) and g.size > 0
         ]
-        numbers = [*(found[value] for value in values), sum(energies)]
+        of_values = (found[v] * self._ranges.get(v, 1.0) for v in values)
+        numbers = [*of_values, sum(energies)]
         return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])

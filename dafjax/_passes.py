@@ -191,13 +191,13 @@ def run_backward(
                     *values, token = tie(*(env[v] for v in item.behind), token)
                     env.update(zip(item.behind, values, strict=True))
                 after = (token,) if ties.cotangent else ()
+                codec = codecs[item.value]
                 with jax.named_scope("unpack"):
-                    unpacked = codecs[item.value].decode(
-                        store.get(waiting[item.value]),
-                        kept[item.value].like,
-                        after=after,
-                    )
+                    packed = store.get(waiting[item.value])
+                    unpacked = codec.decode(packed, kept[item.value].like, after=after)
                 learn({item.value: unpacked})
+                if probe is not None and store.measures(codec):
+                    probe.see_range(item.value, store.squared_range(codec, packed))
                 continue
             outputs = evaluate(item, _read(item.inputs, at_hand))
             # What is kept is taken from what was kept, never recomputed.
@@ -213,7 +213,12 @@ def run_backward(
     if probe is None:
         return gradients
     found = probe.sensitivities(measured, gradients)
-    done = store.note(found, [codecs[value] for value in measured], token)
+    done = store.note(
+        found,
+        [codecs[value] for value in measured],
+        [kept[value].like for value in measured],
+        token,
+    )
     return _tied_to(gradients, done)
 
 

@@ -67,6 +67,7 @@ class ProgramPlan:
     Attributes:
         program: The function.
         fingerprint: That of the function before poolings were rewritten.
+        function: What tells the function from others, whatever bits codes have.
         kept: What is kept, in the order in which it is made. Everything else that the
             backward pass needs is an argument or recomputed.
         arguments: The arguments that the backward pass reads.
@@ -75,6 +76,7 @@ class ProgramPlan:
 
     program: Program
     fingerprint: str
+    function: str
     kept: tuple[Kept, ...]
     arguments: tuple[int, ...]
     recomputed: Mapping[int, Equation]

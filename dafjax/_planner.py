@@ -37,6 +37,7 @@ def make_plan(
     bits: Bits,
     activations: Iterable[int] = (),
     iterations: int = 1,
+    function: str | None = None,
 ) -> ProgramPlan:
     """Decides what is kept of a program.
 
@@ -48,6 +49,7 @@ def make_plan(
             are decided about as if they were made inside.
         iterations: How often the program runs before its backward pass does, as the
             body of a loop.
+        function: What tells the function from others, if not its fingerprint.
 
     Returns:
         The plan.
@@ -102,6 +104,7 @@ def make_plan(
     return ProgramPlan(
         program=program,
         fingerprint=fingerprint,
+        function=fingerprint if function is None else function,
         kept=tuple(
             _describe(
                 fingerprint,

@@ -17,10 +17,16 @@ from dafjax._call import StaticArguments, bind, positional_parameters, positions
 from dafjax._derivative import Options, with_compressed_residuals
 from dafjax._passes import Ties
 from dafjax._stand_in import current_stand_in
-from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target
+from dafjax._targets import (
+    AverageBits,
+    Budget,
+    NoiseCeiling,
+    Target,
+    planned_bits,
+)
 from dafjax._tracing import ClosedJaxpr, as_function, names_in, trace, trace_context
 from dafjax.policies import AbstractPolicy, CompressExpensive
-from dafjax.stores import AbstractStore, Arrays
+from dafjax.stores import AbstractStore, Arrays, PagePool
 
 
 def remat_compress(
@@ -55,8 +61,9 @@ def remat_compress(
             that is not linear get twice as many. Or `"safe"` (4, 8), `"balanced"` (2,
             4; the default) or `"tight"` (2, 2); or bits by name, as
             `{"attention*": 4}`; or `dafjax.Bits(...)`, which explains them. Or what
-            bits are allocated for as the program runs, in a `dafjax.stores.PagePool`:
-            `dafjax.AverageBits(...)`, `dafjax.Budget(...)`, `dafjax.NoiseCeiling(...)`.
+            bits are allocated for as the program runs, in a `dafjax.stores.PagePool`
+            or, in other stores, by `dafjax.adaptive_jit`: `dafjax.AverageBits(...)`,
+            `dafjax.Budget(...)`, `dafjax.NoiseCeiling(...)`.
             `None` turns dafjax off: `fun` comes back as it is, gradients included.
         store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
         static_argnums: Positions of arguments that are not arrays, hashable.
@@ -106,8 +113,11 @@ def remat_compress(
         )
     checked_store = _checked_store(store)
     if isinstance(bits, (AverageBits, Budget, NoiseCeiling)):
-        checked_store.allocate_for(bits)
-        bits = Bits()
+        checked_store = checked_store.allocate_for(bits)
+        planned = planned_bits(bits)
+        # A pool has what is said for all residuals until it allocates.
+        is_pool = isinstance(checked_store, PagePool)
+        bits = Bits() if is_pool else Bits(planned, nonlinear=planned)
     options = Options(
         policy=_checked_policy(policy),
         bits=Bits() if bits is None else as_bits(bits, "remat_compress(bits=...)"),

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -53,14 +53,11 @@ class Program:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Sixteen digits that tell this program from others."""
-        lines = [str(aval) for aval in self.avals]
-        for eqn in (*self.forward, *self.backward):
-            lines.append(
-                f"{eqn.primitive} {eqn.input_values} {eqn.outputs} {eqn.place}"
-            )
-            lines.extend(f"{k}={v}" for k, v in eqn.params.items() if _is_plain(v))
-        lines.append(f"{self.perturbed} {values_of(self.results)} {self.tags}")
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return _digest(
+            self.avals,
+            (*self.forward, *self.backward),
+            f"{self.perturbed} {values_of(self.results)} {self.tags}",
+        )
 
     def nbytes(self, value: int) -> int:
         """Returns the bytes of a value; 0 for dtypes without a size, such as keys."""
@@ -74,6 +71,26 @@ class Program:
         read = {value for eqn in self.backward for value in eqn.input_values}
         read.update(values_of(self.gradients))
         return tuple(sorted(read - made))
+
+
+def fingerprint_of_function(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> str:
+    """Returns sixteen digits that tell a function, not differentiated yet, from others.
+
+    Where its loops and branches keep codes, its `Program` has their shapes, and another
+    fingerprint with other bits. This one stays the same.
+    """
+    graph = flatten(closed, is_differentiated=False)
+    return _digest(
+        graph.avals, graph.equations, f"{tuple(perturbed)} {values_of(graph.outputs)}"
+    )
+
+
+def _digest(avals: Iterable[Any], equations: Iterable[Equation], rest: str) -> str:
+    lines = [str(aval) for aval in avals]
+    for eqn in equations:
+        lines.append(f"{eqn.primitive} {eqn.input_values} {eqn.outputs} {eqn.place}")
+        lines.extend(f"{k}={v}" for k, v in eqn.params.items() if _is_plain(v))
+    return hashlib.sha256("\n".join([*lines, rest]).encode()).hexdigest()[:16]
 
 
 def _is_plain(param: Any) -> bool:

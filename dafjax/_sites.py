@@ -14,9 +14,9 @@ def site_names(plan: ProgramPlan) -> list[str]:
     """Returns a name for each of `plan.kept`, the same in every process.
 
     It is the place, which `print_saved_residuals` shows; a number if that place makes
-    several; and some digits of the program's fingerprint, because places in blocks that
-    are wrapped one by one have equal names. Blocks that are equal in all, shapes
-    included, share their sites.
+    several; and some digits of what tells the function from others, because places in
+    blocks that are wrapped one by one have equal names. Blocks that are equal in all,
+    shapes included, share their sites.
     """
     seen: collections.Counter[str] = collections.Counter()
     names = []
@@ -24,5 +24,5 @@ def site_names(plan: ProgramPlan) -> list[str]:
         place = place_of(item)
         seen[place] += 1
         number = f" {seen[place]}" if seen[place] > 1 else ""
-        names.append(f"{place}{number} @{plan.fingerprint[:8]}")
+        names.append(f"{place}{number} @{plan.function[:8]}")
     return names

@@ -24,8 +24,10 @@ class AverageBits:
     """So many bits an element on average, more of them where they matter more.
 
     While a program trains, the backward pass measures how much the gradient suffers
-    from the rounding of each residual. Bits are then given out anew before each step,
-    so that the gradient's variance is least. Nothing is compiled anew.
+    from the rounding of each residual. Bits are then given out anew, so that the
+    gradient's variance is least: in a `dafjax.stores.PagePool` before each step, and
+    nothing is compiled anew; in other stores by `dafjax.adaptive_jit`, which compiles a
+    step at most a few times.
 
     Attributes:
         bits: Bits of the codes of an element, from 1 to 8, without what blocks need
@@ -110,6 +112,20 @@ class NoiseCeiling:
 
 
 Target: TypeAlias = AverageBits | Budget | NoiseCeiling
+
+
+def planned_bits(target: Target) -> int:
+    """Returns the bits that residuals are planned with where bits are allocated.
+
+    They hold until others are: a store that knows sizes only when a program has been
+    traced needs some to trace it with.
+    """
+    match target:
+        case AverageBits(bits):
+            return max(choice for choice in (1, 2, 4, 8) if choice <= bits)
+        case NoiseCeiling():
+            return 4
+    return 2
 
 
 def as_number(target: Target | None) -> tuple[str, float]:

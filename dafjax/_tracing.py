@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 from jax._src import config
-from jax._src.core import jaxprs_in_params
+from jax._src.core import jaxprs_in_params, trace_state_clean
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
 from dafjax._equation import place_of
@@ -54,6 +54,11 @@ def trace_context() -> Any:
     return config.trace_context()
 
 
+def is_tracing() -> bool:
+    """Returns whether a transformation of JAX is under way."""
+    return not trace_state_clean()
+
+
 def count_calls(closed: ClosedJaxpr) -> collections.Counter[str]:
     """Counts how often a program calls each function that `jax.jit` wraps, by name.
 
@@ -75,6 +80,39 @@ def count_calls(closed: ClosedJaxpr) -> collections.Counter[str]:
 
     visit(closed.jaxpr, 1)
     return collections.Counter({name: n[max(n)] for name, n in calls.items()})
+
+
+def count_live(closed: ClosedJaxpr, reader: str, maker: str) -> list[tuple[Any, int]]:
+    """Counts how many there are at once of what a program keeps for each reader.
+
+    A loop that makes things for another loop to read stacks them; one that makes things
+    and reads them itself, as one over micro-batches does, has those of one iteration.
+
+    Args:
+        closed: The program.
+        reader: Name of the primitive that reads.
+        maker: Name of the primitive that makes.
+
+    Returns:
+        The equations that read, each with the number of iterations whose things are
+        there together.
+    """
+
+    def visit(jaxpr: jex_core.Jaxpr) -> tuple[bool, list[tuple[Any, int]]]:
+        makes, counts = False, []
+        for eqn in jaxpr.eqns:
+            makes |= eqn.primitive.name == maker
+            if eqn.primitive.name == reader:
+                counts.append((eqn, 1))
+            length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for body in jaxprs_in_params(eqn.params):
+                makes_inside, inside = visit(body)
+                times = 1 if makes_inside else length
+                makes |= makes_inside
+                counts += [(inner, n * times) for inner, n in inside]
+        return makes, counts
+
+    return visit(closed.jaxpr)[1]
 
 
 def names_in(closed: ClosedJaxpr) -> frozenset[str]:

@@ -11,6 +11,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
+from dafjax._bits_in_force import AS_PLANNED, putting_in_force
 from dafjax._nbytes import readable
 from dafjax._plan import Kept, ProgramPlan
 from dafjax._recorder import record_plans
@@ -175,7 +176,7 @@ def saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         return pullback
 
     leaves, structure = jax.tree.flatten((args, kwargs))
-    with record_plans() as recorder:
+    with record_plans() as recorder, putting_in_force(AS_PLANNED):
         closed, _, _ = trace(
             lambda *leaves: differentiated(*jax.tree.unflatten(structure, leaves)),
             leaves,

@@ -44,10 +44,12 @@ class TrainConfig:
             round each block. checkpoint-best: the same with the compiler options that
             suit it best. compress: dafjax.remat_compress round the loss.
         bits: Bits per element that the compressing methods keep: 1, 2, 3, 4 or 8; or
-            auto, with --store pool: given out anew before each step, within --budget
-            or else 2 on average, where the gradient suffers most.
+            auto: given out where the gradient suffers most, within --budget or else 2
+            on average; with --store pool anew before each step, with arrays a few times
+            in a run, which compiles the step anew.
         store: Where codes wait: in arrays of the compiled step, or in a page pool.
-        budget: The most memory that the page pool takes, such as 16MiB.
+        budget: The most memory that the page pool takes, or with --bits auto that codes
+            in arrays take, such as 16MiB.
         policy: What the method keeps. For checkpoint: default, or the name of one of
             jax.checkpoint_policies, such as dots_saveable. For compress: default,
             save-all, which keeps everything as it is, or nearest, which rounds codes to
@@ -97,8 +99,8 @@ class TrainConfig:
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         valid = self.bits in _BITS or self.bits == "auto"
         _require("bits", self.bits, valid, "one of 1, 2, 3, 4, 8, or auto")
-        if self.store != "pool" and (self.bits == "auto" or self.budget is not None):
-            raise ValueError("`--bits auto` and `--budget` need `--store pool`.")
+        if self.budget is not None and self.store != "pool" and self.bits != "auto":
+            raise ValueError("`--budget` needs `--store pool` or `--bits auto`.")
         _require("seed", self.seed, self.seed >= 0, "at least 0")
         rate, decay = self.resolved_learning_rate, self.resolved_weight_decay
         _require("learning-rate", rate, 0 < rate < math.inf, "a finite number above 0")

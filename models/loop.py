@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -107,7 +107,7 @@ def _evaluate(
 
 def _train_epoch(
     setup: Setup,
-    train_step: jax.stages.Compiled,
+    train_step: Callable[..., tuple[TrainState, Record]],
     state: TrainState,
     epoch: int,
     progress: rich.progress.Progress,

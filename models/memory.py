@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import jax
 from models.step import LossFunction
 
 
-def saved_residual_nbytes(loss: LossFunction, *args: Any) -> int:
+def saved_residual_nbytes(
+    loss: LossFunction, *args: Any, jit: Callable[..., Any] = jax.jit
+) -> int:
     """Returns the bytes that the forward pass keeps for the backward pass.
 
     `jax.vjp` returns a pytree whose leaves are the residuals. Nothing is computed: the
@@ -18,6 +21,7 @@ def saved_residual_nbytes(loss: LossFunction, *args: Any) -> int:
     Args:
         loss: Differentiated with respect to its first argument; returns (value, aux).
         *args: Arrays, or their shapes and dtypes.
+        jit: What compiles the step. Bits that it adapts are those that are planned.
     """
 
     def residuals(*args: Any) -> list[jax.Array]:
@@ -27,7 +31,7 @@ def saved_residual_nbytes(loss: LossFunction, *args: Any) -> int:
         kept = {id(leaf): leaf for leaf in jax.tree.leaves(vjp)}
         return [leaf for key, leaf in kept.items() if key not in arguments]
 
-    kept = jax.eval_shape(residuals, *args)
+    kept = jit(residuals).eval_shape(*args)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept)
 
 

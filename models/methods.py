@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import flax.linen as nn
@@ -52,7 +52,9 @@ class Method:
         compiler_options: Options to compile the step with; of several, the one whose
             program needs the least temporary memory is used.
         watch: Returns what a step has left behind: `pool_nbytes`, and `bits` by
-            residual; nothing for methods without a page pool.
+            residual; nothing for methods whose bits do not change.
+        jit: Compiles the step.
+        adapts: Whether `jit` compiles it anew as it runs.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Method:
     wrap_loss: WrapLoss = same_loss
     compiler_options: tuple[Mapping[str, str], ...] = ({},)
     watch: Callable[[], Mapping[str, Any]] = nothing_to_watch
+    jit: Callable[..., Any] = jax.jit
+    adapts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,8 @@ class MethodOptions:
         bits: Bits per element of what the compressing methods keep.
         policy: What to keep; the valid names depend on the method.
         store: Where compressed residuals wait.
-        budget: The most memory that a page pool takes; as much as there is if `None`.
+        budget: The most memory that a page pool takes, or what bits are given out
+            within; as much as there is, or 2 bits on average, if `None`.
     """
 
     bits: Bits = 2
@@ -130,6 +135,16 @@ def _make_compress(options: MethodOptions) -> Method:
         store = dafjax.stores.PagePool(options.budget)
         watch = functools.partial(_watch_pool, store)
         label = f"dafjax, {bits} bits, pool"
+    jit = jax.jit
+    adapts = bits == "auto" and options.store == "arrays"
+    if adapts:
+        steps: list[Any] = []
+
+        def jit(step: Any, **jit_options: Any) -> Any:
+            steps.append(dafjax.adaptive_jit(step, **jit_options))
+            return steps[-1]
+
+        watch = functools.partial(_watch_steps, steps)
     if bits == "auto":
         budget = options.budget
         bits = dafjax.AverageBits(2) if budget is None else dafjax.Budget(budget)
@@ -144,7 +159,16 @@ def _make_compress(options: MethodOptions) -> Method:
         policy = policies[options.policy]
         return dafjax.remat_compress(loss, bits=bits, policy=policy, store=store)
 
-    return Method("compress", label, wrap_loss=wrap_loss, watch=watch)
+    return Method(
+        "compress", label, wrap_loss=wrap_loss, watch=watch, jit=jit, adapts=adapts
+    )
+
+
+def _watch_steps(steps: Sequence[Any]) -> Mapping[str, Any]:
+    return {
+        "pool_nbytes": max((step.nbytes for step in steps), default=0),
+        "bits": {name: bits for step in steps for name, bits in step.bits.items()},
+    }
 
 
 def _watch_pool(pool: Any) -> Mapping[str, Any]:

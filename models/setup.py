@@ -1,6 +1,8 @@
 """What is fixed during a training run: data, model, compiled steps."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import optax
@@ -92,21 +94,22 @@ def initial_state(setup: Setup) -> step.TrainState:
     )
 
 
-def compile_training(setup: Setup) -> tuple[jax.stages.Compiled, Record]:
-    """Compiles the training step, and describes its memory."""
+def compile_training(setup: Setup) -> tuple[Callable[..., Any], Record]:
+    """Compiles the training step, and describes its memory.
+
+    Of a method that adapts it is the memory of the first program.
+    """
     state, batch = _shapes(setup)
     loss = setup.method.wrap_loss(step.make_loss(setup.model))
+    train_step = setup.method.jit(
+        step.make_train_step(loss, setup.optimizer), donate_argnums=0
+    )
     candidates = [
-        step.compile_train_step(
-            step.make_train_step(loss, setup.optimizer),
-            state,
-            batch,
-            compiler_options=options,
-        )
+        step.compile_train_step(train_step, state, batch, compiler_options=options)
         for options in setup.method.compiler_options
     ]
     compiled = min(candidates, key=memory.temp_nbytes)
-    return compiled, {
+    return train_step if setup.method.adapts else compiled, {
         "method": setup.method.name,
         "label": setup.method.label,
         "seed": setup.config.seed,
@@ -120,7 +123,9 @@ def residual_nbytes(setup: Setup) -> int:
     """Returns the bytes that one step keeps for its backward pass; runs nothing."""
     state, batch = _shapes(setup)
     loss = setup.method.wrap_loss(step.make_loss(setup.model))
-    return memory.saved_residual_nbytes(loss, state.params, state.batch_stats, *batch)
+    return memory.saved_residual_nbytes(
+        loss, state.params, state.batch_stats, *batch, jit=setup.method.jit
+    )
 
 
 def compile_evaluation(setup: Setup) -> jax.stages.Compiled:

@@ -154,9 +154,11 @@ def compile_train_step(
 ) -> jax.stages.Compiled:
     """Compiles a training step ahead of time, the state donated.
 
-    The very executable that trains can thus be asked for its memory.
+    The very executable that trains can thus be asked for its memory. What `jax.jit`
+    returned is compiled as it is.
     """
-    lowered = jax.jit(step, donate_argnums=0).lower(state, *batch)
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step, donate_argnums=0)
+    lowered = jitted.lower(state, *batch)
     return lowered.compile(compiler_options=dict(compiler_options) or None)
 
 

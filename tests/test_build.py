@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CHECK = (
     "import dafjax._native._cpu as cpu, dafjax._native; "
-    "assert len(cpu.handlers()) == 5; print(cpu.__file__)"
+    "assert 'dafjax_tie' in cpu.handlers(); print(cpu.__file__)"
 )
 
 

@@ -18,8 +18,9 @@ def public_names(module):
 def test_the_top_level_has_these_names():
     modules = {"allocation", "codecs", "policies", "stores", "report"}
     functions = {"remat_compress", "saved_residuals", "print_saved_residuals"}
-    functions |= {"estimate", "fit_batch", "custom_calls"}
+    functions |= {"adaptive_jit", "estimate", "fit_batch", "custom_calls"}
     results = {
+        "AdaptiveJit",
         "AverageBits",
         "Bits",
         "Budget",

@@ -250,6 +250,17 @@ def test_bits_in_a_pool_are_given_out_anew_within_the_budget(tmp_path, console):
     assert (tmp_path / "run" / "bits.png").stat().st_size > 10_000
 
 
+def test_bits_in_arrays_are_given_out_anew_within_the_budget(tmp_path, console):
+    options = {"method": "compress", "store": "arrays", "bits": "auto"}
+    result = run(tiny(tmp_path / "run", budget="160KiB", **options), console)
+    records = run_directory.RunDirectory(tmp_path / "run").read_metrics()
+    steps = [record for record in records if record["kind"] == "step"]
+    assert 100 * 1024 < result["pool_nbytes"] <= 160 * 1024
+    first, last = (set(steps[n]["bits"].values()) for n in (0, -1))
+    assert len(first) < len(last)
+    assert result["residual_nbytes"] > 0
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, console):
     with pytest.raises(FloatingPointError, match="smaller `--learning-rate`"):
         run(tiny(tmp_path / "run", learning_rate=1e30), console)
@@ -278,8 +289,7 @@ def test_a_batch_beyond_the_data_is_an_error(tmp_path, console):
             ["--method", "checkpoint", "--policy", "dots"],
             "must be one of default, nothing_saveable, dots_saveable",
         ),
-        (["--bits", "auto"], "`--bits auto` and `--budget` need `--store pool`."),
-        (["--budget", "1MiB"], "`--bits auto` and `--budget` need `--store pool`."),
+        (["--budget", "1MiB"], "`--budget` needs `--store pool` or `--bits auto`."),
         (
             ["--method", "compress", "--store", "pool", "--budget", "much"],
             "cannot be read: 'much'",

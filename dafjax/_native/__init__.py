@@ -9,6 +9,11 @@ from dafjax._native._bitmask import (
     unpack_bitmask as unpack_bitmask,
 )
 from dafjax._native._first_order import first_order as first_order
+from dafjax._native._ledger import (
+    LEDGER_NOTE as LEDGER_NOTE,
+    ledger_note as ledger_note,
+    make_ledger as make_ledger,
+)
 from dafjax._native._library import (
     LibraryError as LibraryError,
     LibraryStatus as LibraryStatus,

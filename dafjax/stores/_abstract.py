@@ -4,7 +4,7 @@ import abc
 from collections.abc import Sequence
 
 from dafjax._targets import Target
-from dafjax._typing import Array, ArrayTree
+from dafjax._typing import Array, ArrayTree, Like
 from dafjax.codecs import AbstractCodec
 
 
@@ -37,11 +37,10 @@ class AbstractStore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def allocate_for(self, target: Target) -> None:
-        """Allocates bits for a target from now on.
+    def allocate_for(self, target: Target) -> "AbstractStore":
+        """Returns a store that allocates bits for a target from now on.
 
         Raises:
-            NotImplementedError: Bits are part of the compiled program.
             ValueError: There is another target already.
         """
 
@@ -54,16 +53,33 @@ class AbstractStore(abc.ABC):
         """
 
     @abc.abstractmethod
+    def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> Array | None:
+        """Returns the mean of the squared ranges of a residual's blocks.
+
+        Args:
+            codec: What `codec` returned for it; one that the store `measures`.
+            packed: What `get` returned.
+
+        Returns:
+            A float32 scalar; None if the store knows it by itself.
+        """
+
+    @abc.abstractmethod
     def note(
-        self, sensitivities: Array, codecs: Sequence[AbstractCodec], after: Array
+        self,
+        sensitivities: Array,
+        codecs: Sequence[AbstractCodec],
+        likes: Sequence[Like],
+        after: Array,
     ) -> Array:
         """Takes what the backward pass measured of residuals.
 
         Args:
             sensitivities: float32 `[n + 1]`: for each residual the variance of the
-                gradient at 1 bit if the squared ranges of blocks are 1 on average; then
-                the squared norm of the gradient.
+                gradient at 1 bit, if the squared ranges of blocks are 1 on average
+                where `squared_range` is None; then the squared norm of the gradient.
             codecs: What `codec` returned for the residuals that it `measures`.
+            likes: Shape and dtype of each.
             after: An array that is computed first.
 
         Returns:

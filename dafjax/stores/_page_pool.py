@@ -9,7 +9,7 @@ from typing import Any, Self, final
 from dafjax._native import make_pool, pool_hash, pool_note
 from dafjax._nbytes import parse_nbytes, readable
 from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target, as_number
-from dafjax._typing import Array, ArrayTree
+from dafjax._typing import Array, ArrayTree, Like
 from dafjax.codecs import AbstractCodec, Affine
 from dafjax.stores._abstract import AbstractStore
 from dafjax.stores._growth import AdaptiveGrowth, Growth
@@ -154,7 +154,7 @@ class PagePool(AbstractStore):
         self._target = target
         self._pool.set_target(*as_number(target))
 
-    def allocate_for(self, target: Target) -> None:
+    def allocate_for(self, target: Target) -> "PagePool":
         if self._target is not None and self._target != target:
             raise ValueError(
                 f"`remat_compress(bits={target!r}, store=...)`: the pool allocates for "
@@ -162,13 +162,23 @@ class PagePool(AbstractStore):
                 "holds: use a pool for each, or set `pool.target`."
             )
         self.target = target
+        return self
 
     def measures(self, codec: AbstractCodec) -> bool:
         return self._target is not None and isinstance(codec, PooledAffine)
 
+    def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> None:
+        # Found when the residual is put.
+        del codec, packed
+
     def note(
-        self, sensitivities: Array, codecs: Sequence[AbstractCodec], after: Array
+        self,
+        sensitivities: Array,
+        codecs: Sequence[AbstractCodec],
+        likes: Sequence[Like],
+        after: Array,
     ) -> Array:
+        del likes
         sites = tuple(c.site for c in codecs if isinstance(c, PooledAffine))
         return pool_note(sensitivities, after, pool=self._hash, sites=sites)
 

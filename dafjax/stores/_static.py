@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from dafjax._targets import Target
-from dafjax._typing import Array
+from dafjax._typing import Array, ArrayTree, Like
 from dafjax.codecs import AbstractCodec
 from dafjax.stores._abstract import AbstractStore
+from dafjax.stores._adaptive import Adaptive
 
 
 class AbstractStaticStore(AbstractStore):
@@ -16,19 +17,22 @@ class AbstractStaticStore(AbstractStore):
     ) -> AbstractCodec:
         return wanted
 
-    def allocate_for(self, target: Target) -> None:
-        raise NotImplementedError(
-            f"`remat_compress(bits={target!r})` needs a store whose bits change while "
-            f"a program runs, and `{self!r}` has them in the compiled program. Use "
-            "`store=dafjax.stores.PagePool()`, or give `bits` as a number."
-        )
+    def allocate_for(self, target: Target) -> Adaptive:
+        return Adaptive(self, target)
 
     def measures(self, codec: AbstractCodec) -> bool:
         del codec
         return False
 
+    def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> None:
+        del codec, packed
+
     def note(
-        self, sensitivities: Array, codecs: Sequence[AbstractCodec], after: Array
+        self,
+        sensitivities: Array,
+        codecs: Sequence[AbstractCodec],
+        likes: Sequence[Like],
+        after: Array,
     ) -> Array:
         raise NotImplementedError(
             f"`{self!r}` does not measure: its bits are part of the compiled program."

@@ -43,6 +43,12 @@ XLA_FFI_Error* dafjax_pool_get(XLA_FFI_CallFrame* call_frame);
 // attributes: pool, int64; sites, n int64
 XLA_FFI_Error* dafjax_pool_note(XLA_FFI_CallFrame* call_frame);
 
+// importances [*batch, n + 1] float32; then any operands, which are not read
+//   -> done uint8: the importances of n sites that a backward pass has measured, and the
+//      squared norm of the gradient; added up in a ledger, if there is still one
+// attributes: ledger, the hash of its name, int64; sites, n int64
+XLA_FFI_Error* dafjax_ledger_note(XLA_FFI_CallFrame* call_frame);
+
 // Any operands -> the same values. Each result normally shares the operand's memory.
 XLA_FFI_Error* dafjax_tie(XLA_FFI_CallFrame* call_frame);
 

@@ -1,32 +1,8 @@
 #include "pool/registry.h"
 
-#include <pthread.h>
-
-#include <mutex>
-#include <unordered_map>
+#include "pool/by_hash.h"
 
 namespace dafjax::pool {
-namespace {
-
-struct Registry {
-  std::mutex mutex;
-  std::unordered_map<uint64_t, std::weak_ptr<Pool>> pools;
-};
-
-// Never destroyed: handlers may still run while the process exits.
-Registry& TheRegistry() {
-  static Registry* const registry = [] {
-    Registry* made = new Registry;
-    // A child must not inherit the lock from a thread that it does not have.
-    pthread_atfork([] { TheRegistry().mutex.lock(); },
-                   [] { TheRegistry().mutex.unlock(); },
-                   [] { TheRegistry().mutex.unlock(); });
-    return made;
-  }();
-  return *registry;
-}
-
-}  // namespace
 
 uint64_t HashOfName(std::string_view name) {
   // FNV-1a: the same on every machine.
@@ -38,19 +14,11 @@ uint64_t HashOfName(std::string_view name) {
 }
 
 bool Register(uint64_t hash, const std::shared_ptr<Pool>& pool) {
-  Registry& registry = TheRegistry();
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  std::weak_ptr<Pool>& place = registry.pools[hash];
-  if (!place.expired()) return false;
-  place = pool;
-  return true;
+  return ByHash<Pool>::All().Register(hash, pool);
 }
 
 std::shared_ptr<Pool> FindPool(uint64_t hash) {
-  Registry& registry = TheRegistry();
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  const auto found = registry.pools.find(hash);
-  return found == registry.pools.end() ? nullptr : found->second.lock();
+  return ByHash<Pool>::All().Find(hash);
 }
 
 }  // namespace dafjax::pool

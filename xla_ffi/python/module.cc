@@ -23,6 +23,7 @@
 #include "format/columns.h"
 #include "format/float_type.h"
 #include "format/packed.h"
+#include "python/ledger.h"
 #include "python/pool.h"
 
 namespace dafjax {
@@ -45,6 +46,7 @@ py::dict Handlers() {
   handlers["dafjax_pool_put"] = capsule(dafjax_pool_put);
   handlers["dafjax_pool_get"] = capsule(dafjax_pool_get);
   handlers["dafjax_pool_note"] = capsule(dafjax_pool_note);
+  handlers["dafjax_ledger_note"] = capsule(dafjax_ledger_note);
   handlers["dafjax_tie"] = capsule(dafjax_tie);
   return handlers;
 }
@@ -289,6 +291,7 @@ PYBIND11_MODULE(_cpu, m) {
         py::arg("num_threads") = 1,
         "Sums a float32 array: as fast as memory can be read.");
   AddPool(m);
+  AddLedger(m);
 }
 
 }  // namespace

@@ -1,0 +1,381 @@
+"""`adaptive_jit`: `jax.jit` for steps whose residuals get bits where they matter."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import threading
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import jax
+from jax.core import Tracer
+
+from dafjax._bits_in_force import BitsInForce, putting_in_force
+from dafjax._meet_target import (
+    BitsBySite,
+    Demand,
+    Measured,
+    better_bits,
+    first_bits,
+    nbytes,
+)
+from dafjax._native import LEDGER_NOTE, make_ledger, pool_hash
+from dafjax._targets import Target
+from dafjax._tracing import (
+    as_function,
+    count_live,
+    is_tracing,
+    trace,
+    trace_context,
+)
+from dafjax.stores._adaptive import SiteFacts
+
+
+def adaptive_jit(
+    fun: Callable[..., Any] | None = None, *, most_compiles: int = 8, **jit_options: Any
+) -> Any:
+    """Compiles a step, and anew where other bits for its residuals are worth it.
+
+    Used like `jax.jit`, round a whole training step, for functions that are wrapped
+    with `remat_compress(bits=dafjax.AverageBits(...))`, or `Budget` or `NoiseCeiling`,
+    in a store that has its bits in the compiled program: `dafjax.stores.Arrays()`, the
+    default, or `Host()`. (A `dafjax.stores.PagePool` changes bits by itself, and needs
+    only `jax.jit`.) The program measures how much the gradient suffers from the
+    rounding of each residual. Before calls 2, 8, 32, 128, ... what was measured since
+    the last time is read; if other bits would lower the variance of the gradient by
+    10 % (or keep a ceiling that is broken, or save 10 % of the bits below it), the step
+    is compiled with them. The first program has the same bits for all residuals, as
+    many as the target allows, and for a ceiling of noise the most.
+
+    Functions that are wrapped with equal targets share what the target gives. Residuals
+    that enter gradients through an exponential have 8 bits, as always, within the
+    target; if the others then have less than 1 bit, the call raises a `ValueError`. As
+    with `jax.jit`, other shapes are another program; each has bits of its own, within
+    the target. Where XLA divides a program, the bytes of a `Budget` are those of all
+    devices together; in a `jax.shard_map`, those of each.
+
+    Args:
+        fun: The step. It is traced twice before it is first compiled.
+        most_compiles: How many programs are made at most for arguments of the same
+            shapes; at least 1. What is measured after that changes nothing.
+        **jit_options: Those of `jax.jit`.
+
+    Returns:
+        An `AdaptiveJit`: a function with the signature of `fun`.
+
+    Raises:
+        TypeError: `fun` is no function, or `most_compiles` no integer.
+        ValueError: `most_compiles` is less than 1.
+
+    Example:
+        >>> import dafjax, jax, jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     for _ in range(4):
+        ...         x = jnp.tanh(x @ w)
+        ...     return jnp.mean(x)
+        >>> loss = dafjax.remat_compress(loss, bits=dafjax.AverageBits(2))
+        >>> step = dafjax.adaptive_jit(jax.grad(loss))
+        >>> for _ in range(3):
+        ...     gradient = step(jnp.ones((256, 256)), jnp.ones((64, 256)))
+        >>> gradient.shape, step.num_compiles <= 8
+        ((256, 256), True)
+    """
+    if fun is None:
+        return functools.partial(
+            adaptive_jit, most_compiles=most_compiles, **jit_options
+        )
+    if not callable(fun):
+        raise TypeError(
+            f"`adaptive_jit(fun)` must be given a function, but got `{fun!r}`."
+        )
+    if isinstance(most_compiles, bool) or not isinstance(most_compiles, int):
+        raise TypeError(
+            "`adaptive_jit(most_compiles=...)` must be an integer, but got "
+            f"`{most_compiles!r}`."
+        )
+    if most_compiles < 1:
+        raise ValueError(
+            "`adaptive_jit(most_compiles=...)` must be at least 1, but got "
+            f"{most_compiles}."
+        )
+    return AdaptiveJit(fun, most_compiles, jit_options)
+
+
+@final
+class AdaptiveJit:
+    """What `adaptive_jit` returns: a function, and what is known of its residuals."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        most_compiles: int,
+        jit_options: Mapping[str, Any],
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._most_compiles = most_compiles
+        self._jit_options = dict(jit_options)
+        # In the order in which they are made, so that a program that is cached on disk
+        # has the same in another process.
+        self._name = f"adaptive {next(_NUMBERS)}"
+        # By structure, shapes, dtypes and static arguments.
+        self._programs: dict[Any, _Program] = {}
+        self._num_compiles = 1
+        self._num_calls = 0
+        # A small result of the call before a reading.
+        self._last: jax.Array | None = None
+        self._lock = threading.RLock()
+        self._jitted = self._make_jitted()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step."""
+        self._refuse_transformations()
+        with self._lock:
+            self._num_calls += 1
+            if _is_reading(self._num_calls):
+                self._adapt()
+            jitted = self._jitted
+        results = jitted(*args, **kwargs)
+        if _is_reading(self._num_calls + 1):
+            arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
+            self._last = min(arrays, key=lambda array: array.size, default=None)
+        return results
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Binds the step to an instance, where it is a method of a class."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces and lowers the step as it would run now, as `jax.jit`'s `lower`.
+
+        What is compiled from it keeps its bits.
+        """
+        return self._jitted.lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the step as it would run now, as `jax.jit`'s `trace`."""
+        return self._jitted.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns shapes and dtypes of the results, as `jax.jit`'s `eval_shape`."""
+        return self._jitted.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Drops compiled programs, as `jax.jit`'s `clear_cache`; bits stay."""
+        self._jitted.clear_cache()
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Bits of each residual's codes, by its name; empty before a call.
+
+        Names are those of `dafjax.print_saved_residuals`, with some digits that tell
+        functions apart. With arguments of several shapes, all are there.
+        """
+        return {
+            program.facts[site].name: bits
+            for program in self._programs.values()
+            for site, bits in program.bits.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all residuals whose bits are allocated, of the largest program."""
+        sizes = (nbytes(p.demands, p.bits) for p in self._programs.values())
+        return max(sizes, default=0)
+
+    @property
+    def num_compiles(self) -> int:
+        """How many programs there have been for arguments of the same shapes."""
+        return self._num_compiles
+
+    def __repr__(self) -> str:
+        return f"<adaptive_jit of {self._fun!r}, {self._num_compiles} compiled>"
+
+    def _make_jitted(self) -> Any:
+        # A function of its own, so that JAX finds no earlier trace.
+        @functools.wraps(self._fun)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return self._trace(args, kwargs)
+
+        return jax.jit(step, **self._jit_options)
+
+    def _trace(self, args: Any, kwargs: Any) -> Any:
+        """Runs the step on what stands for its arguments, with the bits of now."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
+        traced = [leaves[n] for n in places]
+        key = (
+            structure,
+            tuple(
+                jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
+                for leaf in leaves
+            ),
+            trace_context(),
+        )
+
+        def flat(*traced: Any) -> Any:
+            filled = list(leaves)
+            for n, leaf in zip(places, traced, strict=True):
+                filled[n] = leaf
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            return self._fun(*args, **kwargs)
+
+        def trace_with(ledger: int, bits: BitsBySite) -> Any:
+            with putting_in_force(BitsInForce(ledger, bits)):
+                return trace(flat, traced)
+
+        with self._lock:
+            program = self._programs.get(key)
+            if program is None:
+                name = f"{self._name}, program {len(self._programs)}"
+                found = trace_with(pool_hash(name), {})
+                sites = _sites_of(found[0])
+                if not sites:
+                    return _evaluate(found, traced)
+                program = _Program.of(name, sites)
+                self._programs[key] = program
+                if not program.differing(sites):
+                    return _evaluate(found, traced)
+            found = trace_with(pool_hash(program.name), program.bits)
+            program.check(_sites_of(found[0]))
+        return _evaluate(found, traced)
+
+    def _adapt(self) -> None:
+        """Reads what was measured; begins anew with other bits if they are worth it."""
+        last, self._last = self._last, None
+        # What has been donated since is there no more, and nothing to wait for.
+        if last is not None and not last.is_deleted():
+            last.block_until_ready()
+        better = {key: p.better() for key, p in self._programs.items()}
+        changed = {key: bits for key, bits in better.items() if bits is not None}
+        if not changed or self._num_compiles >= self._most_compiles:
+            return
+        for key, bits in changed.items():
+            self._programs[key] = dataclasses.replace(self._programs[key], bits=bits)
+        self._num_compiles += 1
+        self._jitted = self._make_jitted()
+
+    def _refuse_transformations(self) -> None:
+        if is_tracing():
+            raise ValueError(
+                f"`{getattr(self._fun, '__name__', self._fun)!s}` was made by "
+                "`dafjax.adaptive_jit` and is called inside of `jax.jit`, `jax.grad` "
+                "or another transformation, where its bits could not change. Put "
+                "`adaptive_jit` round the whole step, differentiation included; for "
+                "shapes use its method `eval_shape`."
+            )
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Program:
+    """What is known of a step for arguments of some shapes.
+
+    Attributes:
+        name: That of its ledger.
+        ledger: What its backward passes measure.
+        facts: Of each site, by the hash of its name.
+        demands: Likewise.
+        bits: Likewise, those that it has now.
+    """
+
+    name: str
+    ledger: Any
+    facts: dict[int, SiteFacts]
+    demands: dict[int, Demand]
+    bits: BitsBySite
+
+    @classmethod
+    def of(cls, name: str, found: "_Sites") -> "_Program":
+        """Returns what is known of a program that has been traced once."""
+        demands = {site: _demand(uses) for site, uses in found.items()}
+        facts = {site: uses[0][0] for site, uses in found.items()}
+        bits: BitsBySite = {}
+        for target, sites in _by_target(facts).items():
+            bits |= first_bits(target, {site: demands[site] for site in sites})
+        return cls(name, make_ledger(name, list(facts)), facts, demands, bits)
+
+    def differing(self, found: "_Sites") -> list[str]:
+        """Returns names of sites of which a trace has not the bits of the program."""
+        names = {
+            uses[0][0].name
+            for site, uses in found.items()
+            if any(fact.bits != self.bits.get(site) for fact, _ in uses)
+        }
+        names.update(self.facts[s].name for s in self.bits.keys() - found.keys())
+        return sorted(names)
+
+    def check(self, found: "_Sites") -> None:
+        """Raises a `RuntimeError` unless a trace has the bits of the program."""
+        differing = self.differing(found)
+        if differing:
+            raise RuntimeError(
+                "`dafjax.adaptive_jit` has traced its function with other bits than "
+                f"before, but these residuals do not have them: "
+                f"{', '.join(differing)}. The function must do the same, and trace "
+                "what it differentiates, each time that it is traced: do not keep "
+                "jaxprs or pullbacks of an earlier call in it."
+            )
+
+    def better(self) -> BitsBySite | None:
+        """Returns bits that are worth another program, given what was measured."""
+        taken = self.ledger.take()
+        measured = Measured(taken["importances"], taken["gradient_energy"])
+        changed: BitsBySite = {}
+        for target, sites in _by_target(self.facts).items():
+            demands = {site: self.demands[site] for site in sites}
+            now = {site: self.bits[site] for site in sites}
+            changed |= better_bits(target, demands, now, measured) or {}
+        return {**self.bits, **changed} if changed else None
+
+
+# By the hash of a site's name: each use of it, and how many are there at once.
+_Sites = dict[int, list[tuple[SiteFacts, int]]]
+
+
+def _sites_of(closed: Any) -> _Sites:
+    """Returns the sites of a traced program whose bits are allocated."""
+    found: _Sites = {}
+    for eqn, times in count_live(closed, LEDGER_NOTE, _MAKES_CODES):
+        # Of examples that are mapped, each has its own.
+        examples = math.prod(eqn.invars[0].aval.shape[:-1])
+        params = eqn.params
+        for site, fact in zip(params["sites"], params["facts"], strict=True):
+            found.setdefault(site, []).append((fact, times * examples))
+    return found
+
+
+def _demand(uses: list[tuple[SiteFacts, int]]) -> Demand:
+    return Demand(
+        num_elements=sum(fact.num_elements * count for fact, count in uses),
+        parameters_nbytes=sum(fact.parameters_nbytes * count for fact, count in uses),
+        minimum=max(fact.minimum for fact, _ in uses),
+        maximum=max(fact.maximum for fact, _ in uses),
+    )
+
+
+def _by_target(facts: Mapping[int, SiteFacts]) -> dict[Target, list[int]]:
+    sites: dict[Target, list[int]] = {}
+    for site, fact in facts.items():
+        sites.setdefault(fact.target, []).append(site)
+    return sites
+
+
+def _evaluate(found: Any, arguments: list[Any]) -> Any:
+    closed, consts, structure = found
+    return jax.tree.unflatten(structure, as_function(closed)(*consts, *arguments))
+
+
+def _is_reading(call: int) -> bool:
+    """Returns whether what was measured is read before a call: 2, 8, 32, 128, ...
+
+    Four times as many steps each time: importances change ever more slowly as a model
+    is trained, and a mean over more of them is more accurate.
+    """
+    return call >= 2 and call.bit_count() == 1 and call.bit_length() % 2 == 0
+
+
+_MAKES_CODES = "dafjax_pack_affine"
+_NUMBERS = itertools.count()

@@ -1,0 +1,187 @@
+"""Bits for a target, with the program compiled anew only where it is worth it.
+
+`dafjax.allocation` says which bits are best. Here is what that means for a program
+whose bits are part of it: what it begins with before anything has been measured, and
+when other bits are so much better that it is compiled once more.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, final
+
+from dafjax._nbytes import readable
+from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target
+from dafjax.allocation import (
+    LADDER,
+    Site,
+    allocate,
+    allocate_to_variance,
+    expected_variance,
+    num_bits,
+)
+
+
+# Other bits must be better by this much: what is measured varies from step to step.
+HYSTERESIS = 0.1
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What is known of a site of a traced program.
+
+    Attributes:
+        num_elements: Elements of all its residuals that are there at once.
+        parameters_nbytes: Bytes of the scales and minima of their blocks.
+        minimum: The fewest bits that it must have.
+        maximum: The most.
+    """
+
+    num_elements: int
+    parameters_nbytes: int
+    minimum: int
+    maximum: int
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What backward passes have measured, summed over the same passes.
+
+    Attributes:
+        importances: By site, the variance of the gradient if these alone have 1 bit;
+            0 where it is unknown.
+        gradient_energy: The squared norm of the gradient.
+    """
+
+    importances: Mapping[int, float]
+    gradient_energy: float
+
+
+# Sites by the hashes of their names, in the order in which the program has them.
+Demands: TypeAlias = Mapping[int, Demand]
+BitsBySite: TypeAlias = dict[int, int]
+
+
+def nbytes(demands: Demands, bits: Mapping[int, int]) -> int:
+    """Returns the bytes of codes and of what their blocks need besides."""
+    return sum(
+        demand.num_elements * bits[site] // 8 + demand.parameters_nbytes
+        for site, demand in demands.items()
+    )
+
+
+def first_bits(target: Target, demands: Demands) -> BitsBySite:
+    """Returns bits for sites of which nothing has been measured: the same for all.
+
+    As many as the target allows; where some must have more, the others have what is
+    left. A ceiling of noise is kept from the start: it begins with the most bits.
+
+    Raises:
+        ValueError: Not even the fewest bits that there must be fit.
+    """
+    # As if all elements mattered alike.
+    sites = _sites(demands, {s: float(d.num_elements) for s, d in demands.items()})
+    if isinstance(target, NoiseCeiling):
+        return _by_site(demands, [site.maximum for site in sites])
+    budget = _budget(target, demands)
+    minima = [site.minimum for site in sites]
+    if num_bits(sites, minima) > budget:
+        raise ValueError(
+            f"`remat_compress(bits={target!r})`: residuals in codes need at least "
+            f"{_amount(target, demands, minima)}. That is with 1 bit an element, and 8 "
+            "where gradients depend on it by way of an exponential, which makes large "
+            "errors of small ones, or where a policy asked for as many. Give more."
+        )
+    for floor in reversed(LADDER):
+        bits = [min(floor, site.maximum) for site in sites]
+        fits = num_bits(sites, bits) <= budget
+        if fits and all(site.minimum <= floor for site in sites):
+            return _by_site(demands, bits)
+    return _by_site(demands, allocate(sites, budget))
+
+
+def better_bits(
+    target: Target, demands: Demands, now: Mapping[int, int], measured: Measured
+) -> BitsBySite | None:
+    """Returns bits that are worth another compilation, or None.
+
+    With a budget, they must lower the expected variance of the gradient by
+    `HYSTERESIS`. With a ceiling of noise they must meet it where the present ones do
+    not, or take less room by `HYSTERESIS`; they aim below it by as much, so that they
+    still meet it when what is measured varies.
+
+    Args:
+        target: What bits are allocated for.
+        demands: What is known of each site.
+        now: The bits that it has.
+        measured: What was measured of it.
+    """
+    importances = _filled_in(demands, measured.importances)
+    if importances is None:
+        return None
+    sites = _sites(demands, importances)
+    before = [now[site] for site in demands]
+    if isinstance(target, NoiseCeiling):
+        ceiling = target.relative * measured.gradient_energy
+        if ceiling <= 0:
+            return None
+        after = allocate_to_variance(sites, ceiling / (1 + HYSTERESIS))
+        meets = expected_variance(sites, before) <= ceiling
+        saves = num_bits(sites, before) > (1 + HYSTERESIS) * num_bits(sites, after)
+        changes = list(after) != before and (saves or not meets)
+    else:
+        after = allocate(sites, _budget(target, demands))
+        least = expected_variance(sites, after)
+        changes = expected_variance(sites, before) > (1 + HYSTERESIS) * least
+    return _by_site(demands, after) if changes else None
+
+
+def _budget(target: AverageBits | Budget, demands: Demands) -> int:
+    """Returns the bits that all codes may have, without what blocks need besides."""
+    if isinstance(target, AverageBits):
+        return int(target.bits * sum(d.num_elements for d in demands.values()))
+    parameters = sum(demand.parameters_nbytes for demand in demands.values())
+    return max(0, 8 * (int(target.nbytes) - parameters))
+
+
+def _amount(target: Target, demands: Demands, bits: Sequence[int]) -> str:
+    """Returns what some bits come to, in the unit of a target."""
+    by_site = _by_site(demands, bits)
+    if isinstance(target, AverageBits):
+        num_elements = sum(demand.num_elements for demand in demands.values())
+        all_bits = sum(demands[site].num_elements * b for site, b in by_site.items())
+        # Rounded up, so that it is enough.
+        return f"{math.ceil(100 * all_bits / num_elements) / 100} bits on average"
+    needed = nbytes(demands, by_site)
+    return f"{needed} bytes ({readable(needed)})"
+
+
+def _filled_in(
+    demands: Demands, importances: Mapping[int, float]
+) -> dict[int, float] | None:
+    """Returns an importance for each site; None if nothing is known of any.
+
+    A site of which nothing is known counts as the mean one, element for element.
+    """
+    known = {site: importances.get(site, 0.0) for site in demands}
+    num_elements = sum(demands[site].num_elements for site, c in known.items() if c > 0)
+    if num_elements == 0:
+        return None
+    mean = sum(c / num_elements for c in known.values())
+    return {
+        site: importance if importance > 0 else mean * demands[site].num_elements
+        for site, importance in known.items()
+    }
+
+
+def _sites(demands: Demands, importances: Mapping[int, float]) -> list[Site]:
+    return [
+        Site(demand.num_elements, importances[site], demand.minimum, demand.maximum)
+        for site, demand in demands.items()
+    ]
+
+
+def _by_site(demands: Demands, bits: Sequence[int]) -> BitsBySite:
+    return dict(zip(demands, bits, strict=True))

@@ -1,0 +1,196 @@
+"""Static stores whose bits are allocated by `adaptive_jit`, from trace to trace."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import final
+
+import jax
+import jax.numpy as jnp
+
+from dafjax._bits_in_force import BitsInForce, bits_in_force
+from dafjax._native import ledger_note, pool_hash
+from dafjax._targets import Target, planned_bits
+from dafjax._typing import Array, ArrayTree, Like
+from dafjax.codecs import AbstractCodec, Affine, PackedAffine
+from dafjax.stores._abstract import AbstractStore
+
+
+# Codes of so many bits are allocated: those of the pool, of `dafjax.allocation`.
+_LADDER = (1, 2, 4, 8)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class SiteFacts:
+    """What allocation needs to know of the residuals of one place in the model.
+
+    Attributes:
+        name: The site's name.
+        target: What its bits are allocated for.
+        bits: Those that it has in the program that tells this.
+        num_elements: Elements that one forward pass packs, padding included.
+        parameters_nbytes: Bytes of the scales and minima of its blocks.
+        minimum: The fewest bits that it must have.
+        maximum: The most that make it smaller than it was.
+    """
+
+    name: str
+    target: Target
+    bits: int
+    num_elements: int
+    parameters_nbytes: int
+    minimum: int
+    maximum: int
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class AdaptiveAffine(AbstractCodec):
+    """An affine code whose bits are those in force.
+
+    Args:
+        affine: The code.
+        site: The name of what is packed.
+        minimum: The fewest bits that it must have.
+    """
+
+    affine: Affine
+    site: str
+    minimum: int
+
+    @property
+    def is_exact(self) -> bool:
+        return False
+
+    def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
+        return self.affine.encode(x, seed=seed)
+
+    def decode(
+        self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
+    ) -> Array:
+        return self.affine.decode(packed, like, after=after)
+
+    def packed_nbytes(self, like: Like) -> int:
+        return self.affine.packed_nbytes(like)
+
+    def check(self, like: Like) -> None:
+        self.affine.check(like)
+
+    def squared_range(self, packed: PackedAffine) -> Array:
+        """Returns the mean over blocks of (greatest - least value) squared, float32.
+
+        A block's range is its step times the steps that its codes have: 2^bits - 1.
+        """
+        # The sign tells of values that are not finite.
+        ranges = jnp.abs(packed.scale.astype(jnp.float32)) * (2**self.affine.bits - 1)
+        return jnp.mean(ranges * ranges)
+
+    def facts(self, like: Like, target: Target) -> SiteFacts:
+        """Returns what is known of the site."""
+        self.check(like)
+        nbytes = {
+            bits: dataclasses.replace(self.affine, bits=bits).packed_nbytes(like)
+            for bits in _LADDER
+        }
+        # Bytes are linear in bits: those of codes, and those that blocks need besides.
+        of_a_bit = nbytes[2] - nbytes[1]
+        fitting = [b for b in _LADDER if nbytes[b] < like.size * like.dtype.itemsize]
+        return SiteFacts(
+            name=self.site,
+            target=target,
+            bits=self.affine.bits,
+            num_elements=8 * of_a_bit,
+            parameters_nbytes=nbytes[1] - of_a_bit,
+            minimum=self.minimum,
+            maximum=max(fitting, default=self.minimum),
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Adaptive(AbstractStore):
+    """Keeps what another store keeps, with bits that `dafjax.adaptive_jit` allocates.
+
+    Bits are part of the compiled program. They are read while it is traced, from what
+    `adaptive_jit` has put in force; backward passes report to its ledger.
+
+    Args:
+        store: Where packed residuals wait.
+        target: What bits are allocated for.
+    """
+
+    store: AbstractStore
+    target: Target
+
+    def allocate_for(self, target: Target) -> "Adaptive":
+        return dataclasses.replace(self, target=target)
+
+    def codec(
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+    ) -> AbstractCodec:
+        codec = self.store.codec(wanted, site=site, reads=reads)
+        if not isinstance(codec, Affine) or codec.bits not in _LADDER:
+            return codec
+        allocated = self._in_force().bits.get(site_number(site, self.target))
+        planned = planned_bits(self.target)
+        return AdaptiveAffine(
+            codec if allocated is None else dataclasses.replace(codec, bits=allocated),
+            site=site,
+            # What enters through an exponential, or was given more by a policy. With
+            # fewer bits attention that is recomputed gives NaN.
+            minimum=codec.bits if codec.bits > planned else 1,
+        )
+
+    def measures(self, codec: AbstractCodec) -> bool:
+        return isinstance(codec, AdaptiveAffine)
+
+    def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> Array | None:
+        assert isinstance(codec, AdaptiveAffine)
+        return codec.squared_range(packed)
+
+    def note(
+        self,
+        sensitivities: Array,
+        codecs: Sequence[AbstractCodec],
+        likes: Sequence[jax.ShapeDtypeStruct],
+        after: Array,
+    ) -> Array:
+        facts = tuple(
+            codec.facts(like, self.target)
+            for codec, like in zip(codecs, likes, strict=True)
+            if isinstance(codec, AdaptiveAffine)
+        )
+        return ledger_note(
+            sensitivities,
+            after,
+            ledger=self._in_force().ledger,
+            sites=tuple(site_number(fact.name, self.target) for fact in facts),
+            facts=facts,
+        )
+
+    def put(self, packed: ArrayTree) -> ArrayTree:
+        return self.store.put(packed)
+
+    def get(self, handle: ArrayTree) -> ArrayTree:
+        return self.store.get(handle)
+
+    def _in_force(self) -> BitsInForce:
+        bits = bits_in_force()
+        if bits is None:
+            raise ValueError(
+                f"`remat_compress(bits={self.target!r}, store={self.store!r})`: the "
+                "bits are part of the compiled program, so that only a program that "
+                "`dafjax.adaptive_jit` compiles can adapt them. Write "
+                "`step = dafjax.adaptive_jit(step)` in place of `jax.jit(step)`, round "
+                "the whole step, differentiation included; or use "
+                "`store=dafjax.stores.PagePool()`, or give `bits` as a number."
+            )
+        return bits
+
+
+def site_number(name: str, target: Target) -> int:
+    """Returns what stands for a site in custom calls: 64 bits.
+
+    The same function may be wrapped twice, with other targets.
+    """
+    return pool_hash(f"{name} for {target!r}")

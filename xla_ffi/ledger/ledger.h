@@ -1,0 +1,50 @@
+#ifndef DAFJAX_LEDGER_LEDGER_H_
+#define DAFJAX_LEDGER_LEDGER_H_
+
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace dafjax {
+
+// What backward passes have measured since it was read last.
+struct Measured {
+  // Of each site, by its hash: the sum of its importances.
+  std::unordered_map<uint64_t, double> importances;
+  // The sum of the squared norms of gradients.
+  double gradient_energy = 0;
+  // Backward passes that were noted.
+  int64_t notes = 0;
+  // Numbers that were not finite, or negative.
+  int64_t refused = 0;
+};
+
+// Sums of what backward passes measure whose residuals wait in arrays of the program.
+//
+// Invariant: sums are finite and not negative.
+class Ledger {
+ public:
+  // For sites of these hashes. Later nothing is allocated: notes may come from any
+  // thread, and have no way to fail.
+  explicit Ledger(const std::vector<uint64_t>& sites);
+
+  // Adds rows of `num_sites` importances and a squared norm each. Sites that are
+  // unknown, and numbers that are not finite or negative, are left out.
+  void Note(const int64_t* sites, int64_t num_sites, const float* rows,
+            int64_t num_rows) noexcept;
+
+  // Returns the sums and begins anew.
+  Measured Take();
+
+ private:
+  // Adds a number unless it must be refused.
+  void Add(double number, double* sum) noexcept;
+
+  std::mutex mutex_;
+  Measured measured_;
+};
+
+}  // namespace dafjax
+
+#endif  // DAFJAX_LEDGER_LEDGER_H_

@@ -1,0 +1,54 @@
+// The class _cpu.Ledger: what backward passes have measured, for Python to read.
+
+#include "python/ledger.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ledger/ledger.h"
+#include "pool/by_hash.h"
+#include "pool/registry.h"
+
+namespace dafjax {
+namespace {
+
+namespace py = pybind11;
+
+std::shared_ptr<Ledger> MakeLedger(const std::string& name,
+                                   const std::vector<uint64_t>& sites) {
+  auto made = std::make_shared<Ledger>(sites);
+  if (!ByHash<Ledger>::All().Register(pool::HashOfName(name), made)) {
+    throw py::value_error("`name` must differ from that of every other ledger that is "
+                          "in use, but there is one named \"" + name + "\" already.");
+  }
+  return made;
+}
+
+py::dict Take(Ledger& self) {
+  const Measured taken = [&self] {
+    const py::gil_scoped_release release;
+    return self.Take();
+  }();
+  py::dict dict;
+  dict["importances"] = taken.importances;
+  dict["gradient_energy"] = taken.gradient_energy;
+  dict["notes"] = taken.notes;
+  dict["refused"] = taken.refused;
+  return dict;
+}
+
+}  // namespace
+
+void AddLedger(py::module_& m) {
+  py::class_<Ledger, std::shared_ptr<Ledger>>(
+      m, "Ledger", "Sums of what backward passes measure (ledger/ledger.h).")
+      .def(py::init(&MakeLedger), py::arg("name"), py::arg("sites"))
+      .def("take", &Take, "Returns the sums and begins anew.");
+}
+
+}  // namespace dafjax
