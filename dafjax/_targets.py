@@ -29,6 +29,11 @@ class AverageBits:
     nothing is compiled anew; in other stores by `dafjax.adaptive_jit`, which compiles a
     step at most a few times.
 
+    What enters gradients nonlinearly has 2 bits at least as long as the average allows
+    it. What an exponential is taken of has 8, as fewer ruin a gradient: where that does
+    not fit, a pool gives it and the others their fewest, so that the average is above
+    the target (`PagePool.stats` shows it); `adaptive_jit` raises an error.
+
     Attributes:
         bits: Bits of the codes of an element, from 1 to 8, without what blocks need
             besides.

@@ -411,6 +411,29 @@ void TestTheLeastImportantLosesItsLastPlane() {
   CHECK(pool.Snapshot().evictions > 0 && pool.Snapshot().degraded_nbytes > 0);
 }
 
+void TestWhatNeedsAllBitsLosesThemLast() {
+  Pool pool(WithBudget(4 * kPageNbytes));
+  pool.SetImportance(0, 1.0);
+  for (uint64_t site = 1; site < 6; ++site) pool.SetImportance(site, 1e6);
+  std::vector<Put> puts = {{{1, 0}, 0, {128, 8, 512, 8}, 0}};
+  for (uint64_t i = 1; i < 6; ++i) puts.push_back({{1, 0}, i, {128, 8, 512}, i});
+  std::vector<Handle> handles(puts.size());
+  for (size_t i = 0; i < puts.size(); ++i) CHECK(Store(&pool, puts[i], &handles[i]).ok());
+  CHECK(Load(&pool, puts[0], handles[0]) == 8);
+  for (size_t i = 1; i < 6; ++i) CHECK(Load(&pool, puts[i], handles[i]) < 8);
+  // A target does not take them either.
+  pool.SetTarget({Target::kAverageBits, 1});
+  for (const int64_t run : {2, 3}) {
+    for (size_t i = 0; i < 2; ++i) {
+      puts[i].execution.run_id = run;
+      CHECK(Store(&pool, puts[i], &handles[i]).ok());
+    }
+  }
+  CHECK(Load(&pool, puts[0], handles[0]) == 8);
+  CHECK(Load(&pool, puts[1], handles[1]) == 1);
+  CHECK_VALID(pool);
+}
+
 void TestAnUnimportantPutReducesItself() {
   Pool pool(WithBudget(2 * kPageNbytes));
   pool.SetImportance(0, 1e9);
@@ -831,6 +854,7 @@ void TestAll() {
   TestArguments();
   TestHandlesAreChecked();
   TestTheLeastImportantLosesItsLastPlane();
+  TestWhatNeedsAllBitsLosesThemLast();
   TestAnUnimportantPutReducesItself();
   TestBlockMeansAreTheLast();
   TestPinnedEntriesLoseNothing();

@@ -69,13 +69,6 @@ std::vector<int> Raised(const std::vector<SiteDemand>& demands, std::vector<int>
   return bits;
 }
 
-std::vector<int> Minima(const std::vector<SiteDemand>& demands) {
-  std::vector<int> bits;
-  bits.reserve(demands.size());
-  for (const SiteDemand& demand : demands) bits.push_back(demand.minimum);
-  return bits;
-}
-
 // The minima; the most useful of them if not all fit.
 std::vector<int> Lowest(const std::vector<SiteDemand>& demands, int64_t budget) {
   std::vector<int> bits = Minima(demands);
@@ -86,6 +79,13 @@ std::vector<int> Lowest(const std::vector<SiteDemand>& demands, int64_t budget) 
 }
 
 }  // namespace
+
+std::vector<int> Minima(const std::vector<SiteDemand>& demands) {
+  std::vector<int> bits;
+  bits.reserve(demands.size());
+  for (const SiteDemand& demand : demands) bits.push_back(demand.minimum);
+  return bits;
+}
 
 std::vector<int> Allocate(const std::vector<SiteDemand>& demands, int64_t budget) {
   std::vector<int> bits = Lowest(demands, budget);

@@ -15,6 +15,8 @@ struct SiteDemand {
   int maximum = 8;
 };
 
+std::vector<int> Minima(const std::vector<SiteDemand>& demands);
+
 // Bits (1, 2, 4 or 8) with the least sum of importance / (2^bits - 1)^2 such that the
 // sum of num_elements * bits is at most `budget`; as `dafjax.allocation.allocate`, to
 // the bit. The steps upwards of all sites are taken in the order of what they save for a

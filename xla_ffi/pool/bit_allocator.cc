@@ -32,6 +32,13 @@ int KeptBits(const SiteCounts& counts) {
   return static_cast<int>(std::clamp<int64_t>(bits, 0, 8));
 }
 
+// What a site has in any case; 0: what is allocated. A request for 8 bits is met: with
+// fewer, what an exponential is taken of ruins the gradient.
+int FixedBits(const Site& site) {
+  if (site.now.bits > 0) return site.now.bits;
+  return site.counts.bits == 8 ? 8 : 0;
+}
+
 // Half of what is asked for where nothing is allocated. More is asked for where a residual
 // enters nonlinearly: importances, which are of first order, say too little there.
 int MinimumOf(const SiteCounts& counts) { return std::max(1, counts.bits / 2); }
@@ -62,12 +69,12 @@ void BitAllocator::Allocate(int64_t run_id, double held, Sites* sites) noexcept 
                                  MinimumOf(counts)};
       taken.num_elements += demand.num_elements;
       taken.metadata_nbytes += counts.metadata_nbytes;
-      if (allocates && site->now.bits == 0) {
+      const int fixed = allocates ? FixedBits(*site) : KeptBits(counts);
+      if (allocates && fixed == 0) {
         demands.push_back(demand);
         free.push_back(site);
         continue;
       }
-      const int fixed = allocates ? site->now.bits : KeptBits(counts);
       taken.bits += demand.num_elements * fixed;
       taken.variance += ExpectedVariance({demand}, {fixed});
     }

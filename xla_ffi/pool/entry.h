@@ -48,6 +48,9 @@ struct Entry {
   int64_t reads = 0;
   // Whether the eviction tree has been told of it.
   bool offered = false;
+  // Whether 8 bits were asked for: those that an exponential is taken of ruin a gradient
+  // with fewer, which importances, of first order, do not tell.
+  bool needs_all = false;
   Execution execution;
   // Null only if vacant; a site is never removed.
   Site* site = nullptr;
@@ -93,7 +96,8 @@ struct Entry {
   // Requires bits_kept > 0.
   EvictionKey Key() const {
     const int64_t freed = planes[NumPlanes(bits_kept) - 1].HeldNbytes();
-    return {LossPerByte(importance, bits_kept, LowerBits(bits_kept), freed), sequence};
+    return {needs_all, LossPerByte(importance, bits_kept, LowerBits(bits_kept), freed),
+            sequence};
   }
 };
 

@@ -30,13 +30,16 @@ constexpr double LossPerByte(double importance, int bits, int lower_bits,
   return importance * (added / static_cast<double>(freed_nbytes > 0 ? freed_nbytes : 1));
 }
 
-// The order in which planes are lost: the cheapest first, of equal ones the oldest.
+// The order in which planes are lost: of entries that need all bits after all others,
+// else the cheapest first, of equal ones the oldest.
 struct EvictionKey {
+  bool needs_all = false;
   double loss_per_byte = 0;
   uint64_t sequence = 0;
 };
 
 inline bool operator<(const EvictionKey& a, const EvictionKey& b) {
+  if (a.needs_all != b.needs_all) return b.needs_all;
   if (a.loss_per_byte != b.loss_per_byte) return a.loss_per_byte < b.loss_per_byte;
   return a.sequence < b.sequence;
 }

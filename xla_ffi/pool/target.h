@@ -1,6 +1,7 @@
 #ifndef DAFJAX_POOL_TARGET_H_
 #define DAFJAX_POOL_TARGET_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -29,7 +30,8 @@ struct Target {
     double held_share = 1;
   };
 
-  // Throws std::bad_alloc. `gradient_energy` is the squared norm of the gradient; 0 if it
+  // Bits of the sites that are allocated for: their minima where the target cannot be met,
+  // not even with 1 bit each. Throws std::bad_alloc. `gradient_energy` is the squared norm of the gradient; 0 if it
   // is unknown.
   std::vector<int> Meet(const std::vector<SiteDemand>& demands, const Taken& taken,
                         double gradient_energy) const {
@@ -43,14 +45,20 @@ struct Target {
                    static_cast<double>(taken.metadata_nbytes));
     const double bits = all - static_cast<double>(taken.bits);
     constexpr double kMost = 0x1p62;
-    return Allocate(demands, static_cast<int64_t>(bits < 0       ? 0
-                                                  : bits > kMost ? kMost
-                                                                 : bits));
+    return bits < static_cast<double>(Least(demands))
+               ? Minima(demands)
+               : Allocate(demands, static_cast<int64_t>(std::min(bits, kMost)));
   }
 
  private:
   // The rest is for what the ends of planes round up to.
   static constexpr double kShare = 0.98;
+
+  static int64_t Least(const std::vector<SiteDemand>& demands) {
+    int64_t bits = 0;
+    for (const SiteDemand& demand : demands) bits += demand.num_elements;
+    return bits;
+  }
 };
 
 }  // namespace dafjax::pool
