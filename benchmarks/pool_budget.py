@@ -1,9 +1,10 @@
 """Is the budget of a page pool obeyed, and does the error fall as it grows?
 
 Budgets are those that 1 to 8 bits on average take: codes, scales and minima. The pool
-meets them in two ways: *target*, bits are allocated for a target a little below
-(`dafjax.Budget`), and *eviction*, all residuals ask for 8 bits and lose planes as they
-are put, the least important ones first. One compiled program serves all of it.
+meets them in two ways: *target*, bits are allocated for a target (`dafjax.Budget`), by
+importances that are measured, and *eviction*, all residuals ask for 8 bits and lose
+planes as they are put; nothing is known of importances. Each way is one compiled
+program for all budgets.
 
 - Gradients: at weights along an exact training, with the budgets in random order, a
   new one for every execution, so that it goes up and down.
@@ -113,18 +114,23 @@ class Need:
         return int(self.metadata_nbytes + self.elements * bits / 8)
 
 
+@final
 class Trial:
     """One network's gradient in one pool, whose budget changes.
 
     Every execution is checked: what the pool had committed is within its budget.
     """
 
-    def __init__(self, network: Network, pool: PagePool, example: Point) -> None:
+    def __init__(
+        self, network: Network, way: str, pool: PagePool, example: Point
+    ) -> None:
         """Compiles, and learns what residuals take from executions without a limit."""
         self._pool = pool
+        self._way = way
         self._budget: int | None = None
-        self.gradient = PooledGradient(network.loss, pool)
-        self.peaks: dict[tuple[str, int], float] = {}
+        bits = dafjax.AverageBits(8) if way == "target" else 8
+        self.gradient = PooledGradient(network.loss, pool, bits=bits)
+        self.peaks: dict[int, float] = {}
         self.executions = 0
         jax.block_until_ready(self.gradient(*example.arguments))
         taken = {}
@@ -132,22 +138,19 @@ class Trial:
             pool.set_bits("*", bits)
             jax.block_until_ready(self.gradient(*example.arguments))
             taken[bits] = pool.stats().live_nbytes
+        pool.set_bits("*", None)
         elements = (taken[8] - taken[1]) * 8 / 7
         self.need = Need(elements, taken[1] - elements / 8)
 
-    def limit(self, way: str, nbytes: int | None) -> None:
-        """Sets the budget, and how it is met, for the next execution on."""
-        pool = self._pool
-        pool.budget = nbytes
+    def limit(self, nbytes: int | None) -> None:
+        """Sets the budget for the next execution on."""
+        self._pool.budget = nbytes
         self._budget = nbytes
-        if way == "target" and nbytes is not None:
-            pool.set_bits("*", None)
-            pool.target = dafjax.Budget(nbytes)
-        else:
-            pool.set_bits("*", 8)
-            pool.target = None
+        if self._way == "target":
+            bits = dafjax.AverageBits(8) if nbytes is None else dafjax.Budget(nbytes)
+            self._pool.target = bits
 
-    def run(self, key: tuple[str, int], arguments: Sequence[Any]) -> Any:
+    def run(self, setting: int, arguments: Sequence[Any]) -> Any:
         """Computes a gradient, and notes the most that the pool took."""
         output = jax.block_until_ready(self.gradient(*arguments))
         # Within an execution memory is only ever added, up to the limit that holds;
@@ -157,10 +160,11 @@ class Trial:
         if self._budget is not None:
             if committed > self._budget:
                 raise BudgetExceededError(
-                    f"{key}: {committed} bytes are committed, of {self._budget}."
+                    f"{self._way} {setting}: {committed} bytes are committed, of "
+                    f"{self._budget}."
                 )
             ratio = committed / self._budget
-            self.peaks[key] = max(self.peaks.get(key, 0.0), ratio)
+            self.peaks[setting] = max(self.peaks.get(setting, 0.0), ratio)
         return output
 
     def average_bits(self) -> float:
@@ -170,46 +174,54 @@ class Trial:
 
 
 def measure(name: NetworkName, options: Options) -> Record:
-    """Measures one network in one pool."""
+    """Measures one network, with a pool for each way."""
     network = make_network(name, options.sizes)
-    averages = [float(b) for b in np.geomspace(1, 8, options.settings)]
     exact = [list(network.train(seed, options.steps)) for seed in range(options.seeds)]
-    # The last step is as good as any to know sizes from; the first has gradients of 0.
-    with PagePool(name=f"pool_budget {name}") as pool:
-        trial = Trial(network, pool, exact[0][-1])
+    ways = {way: _measure_way(name, network, way, exact, options) for way in WAYS}
+    return {
+        "exact_losses": [[p.loss for p in points] for points in exact],
+        "executions": sum(record["executions"] for record in ways.values()),
+        "recompiles": sum(record["recompiles"] for record in ways.values()),
+        "ways": {way: record["settings"] for way, record in ways.items()},
+        "monotone": {way: record["monotone"] for way, record in ways.items()},
+    }
+
+
+def _measure_way(
+    name: str,
+    network: Network,
+    way: str,
+    exact: Sequence[Sequence[Point]],
+    options: Options,
+) -> Record:
+    averages = [float(b) for b in np.geomspace(1, 8, options.settings)]
+    with PagePool(name=f"pool_budget {name} {way}") as pool:
+        trial = Trial(network, way, pool, exact[0][-1])
         budgets = [trial.need.nbytes(bits) for bits in averages]
         errors, bits = _gradient_errors(trial, budgets, exact, options)
-        gaps = _loss_gaps(trial, network, budgets, exact, options)
-        traces = trial.gradient.num_traces
-    ways = {
-        way: [
+        gaps = [
+            _loss_gaps(trial, network, setting, budget, exact, options)
+            for setting, budget in enumerate(budgets)
+        ]
+    return {
+        "executions": trial.executions,
+        "recompiles": trial.gradient.num_traces - 1,
+        "settings": [
             {
                 "average_bits": averages[i],
                 "budget_nbytes": budgets[i],
-                "kept_bits": float(np.mean(bits[way, i])),
-                "peak_over_budget": trial.peaks[way, i],
-                "errors": errors[way, i],
-                "error": float(np.mean(errors[way, i])),
-                "loss_gaps": gaps[way, i],
-                "loss_gap": float(np.mean(gaps[way, i])),
+                "kept_bits": float(np.mean(bits[i])),
+                "peak_over_budget": trial.peaks[i],
+                "errors": errors[i],
+                "error": float(np.mean(errors[i])),
+                "loss_gaps": gaps[i],
+                "loss_gap": float(np.mean(gaps[i])),
             }
             for i in range(options.settings)
-        ]
-        for way in WAYS
-    }
-    return {
-        "elements": trial.need.elements,
-        "metadata_nbytes": trial.need.metadata_nbytes,
-        "executions": trial.executions,
-        "recompiles": traces - 1,
-        "exact_losses": [[p.loss for p in points] for points in exact],
-        "ways": ways,
+        ],
         "monotone": {
-            way: {
-                "error": monotone(budgets, [r["errors"] for r in rows]),
-                "loss_gap": monotone(budgets, [r["loss_gaps"] for r in rows]),
-            }
-            for way, rows in ways.items()
+            "error": monotone(budgets, errors),
+            "loss_gap": monotone(budgets, gaps),
         },
     }
 
@@ -219,53 +231,48 @@ def _gradient_errors(
     budgets: Sequence[int],
     exact: Sequence[Sequence[Point]],
     options: Options,
-) -> tuple[dict[tuple[str, int], list[float]], dict[tuple[str, int], list[float]]]:
+) -> tuple[list[list[float]], list[list[float]]]:
     """Returns relative errors of gradients, and bits that were kept, by setting."""
     rng = np.random.default_rng(0)
-    keys = list(itertools.product(WAYS, range(len(budgets))))
-    errors: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
-    bits: dict[tuple[str, int], list[float]] = {key: [] for key in keys}
+    errors: list[list[float]] = [[] for _ in budgets]
+    bits: list[list[float]] = [[] for _ in budgets]
     for points in exact:
         every = max(1, len(points) // options.points)
         for point in points[every - 1 :: every]:
             # So that what the pool knows of importance is of this point.
-            trial.limit("eviction", None)
+            trial.limit(None)
             for _ in range(_TO_LEARN):
-                trial.run(("none", 0), point.arguments)
-            for number in rng.permutation(len(keys)):
-                way, i = key = keys[number]
-                trial.limit(way, budgets[i])
-                _, gradient = trial.run(key, point.arguments)
+                trial.run(-1, point.arguments)
+            for setting in rng.permutation(len(budgets)):
+                trial.limit(budgets[setting])
+                _, gradient = trial.run(int(setting), point.arguments)
                 squared = float(squared_error(gradient, point.gradient))
-                errors[key].append(squared**0.5)
-                bits[key].append(trial.average_bits())
+                errors[setting].append(squared**0.5)
+                bits[setting].append(trial.average_bits())
     return errors, bits
 
 
 def _loss_gaps(
     trial: Trial,
     network: Network,
-    budgets: Sequence[int],
+    setting: int,
+    budget: int,
     exact: Sequence[Sequence[Point]],
     options: Options,
-) -> dict[tuple[str, int], list[float]]:
+) -> list[float]:
     """Returns, for each seed, how far the last losses are from exact training's."""
-    gaps: dict[tuple[str, int], list[float]] = {}
-    for key in itertools.product(WAYS, range(len(budgets))):
-        way, i = key
-        gaps[key] = []
-        for seed, points in enumerate(exact):
-            trial.limit(way, budgets[i])
-            trained = network.train(
-                seed,
-                options.steps,
-                gradient=lambda *arguments, key=key: trial.run(key, arguments),
-            )
-            differences = [
-                abs(got.loss - want.loss)
-                for got, want in zip(trained, points, strict=True)
-            ]
-            gaps[key].append(float(np.mean(differences[-_LAST:])))
+    gaps = []
+    for seed, points in enumerate(exact):
+        trial.limit(budget)
+        trained = network.train(
+            seed,
+            options.steps,
+            gradient=lambda *arguments: trial.run(setting, arguments),
+        )
+        differences = [
+            abs(got.loss - want.loss) for got, want in zip(trained, points, strict=True)
+        ]
+        gaps.append(float(np.mean(differences[-_LAST:])))
     return gaps
 
 
@@ -356,8 +363,7 @@ def plot(records: dict[str, Record], path: pathlib.Path) -> None:
 def _table(name: str, record: Record) -> rich.table.Table:
     rows = zip(*(record["ways"][way] for way in WAYS), strict=True)
     return make_table(
-        f"{name}: {record['executions']} executions, one compiled program; "
-        "target / eviction",
+        f"{name}, {record['executions']} executions: target / eviction",
         left=("Bits",),
         right=("Budget MB", "Peak / budget", "Kept bits", "Gradient error", "Loss gap"),
         rows=[

@@ -58,12 +58,23 @@ class Deviation:
 class PooledGradient:
     """`gradient(*arguments) -> ((loss, aux), gradient)`, residuals in a pool.
 
-    The program measures importances, as if it were to allocate bits; whether it does,
-    and the budget, are the pool's, at any time.
+    The target for bits, bits that are set and the budget are the pool's, at any time.
     """
 
-    def __init__(self, loss: Callable[..., Any], pool: PagePool) -> None:
-        """Wraps a loss with an auxiliary output; it is compiled by the first call."""
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        pool: PagePool,
+        *,
+        bits: Any = dafjax.AverageBits(2),  # noqa: B008  (frozen)
+    ) -> None:
+        """Wraps a loss with an auxiliary output; it is compiled by the first call.
+
+        Args:
+            loss: The function.
+            pool: Where residuals wait.
+            bits: Of `remat_compress`; with a target the program measures importances.
+        """
         self._pool = pool
         self._seed = 0
         self.num_traces = 0
@@ -71,9 +82,7 @@ class PooledGradient:
 
         def gradient(seed: jax.Array, params: ArrayTree, *rest: ArrayTree) -> Any:
             self.num_traces += 1
-            wrapped = dafjax.remat_compress(
-                loss, bits=dafjax.AverageBits(2), store=pool, seed=seed
-            )
+            wrapped = dafjax.remat_compress(loss, bits=bits, store=pool, seed=seed)
             return jax.value_and_grad(wrapped, has_aux=True)(params, *rest)
 
         self._gradient = jax.jit(gradient)
@@ -83,11 +92,8 @@ class PooledGradient:
         self._seed += 1
         if self._plans:
             return self._gradient(np.uint32(self._seed), *arguments)
-        target = self._pool.target
         with record_plans() as recorder:
-            self._pool.target = dafjax.AverageBits(2)
             output = self._gradient(np.uint32(self._seed), *arguments)
-        self._pool.target = target
         self._plans = recorder.plans
         return output
 
@@ -115,11 +121,14 @@ class PooledGradient:
             arguments: Of the loss.
             calls: How many, with all codes in 8 bits; the pool averages them.
         """
-        for _ in range(calls):
-            self.set_bits([8] * len(self.sites))
+        self.set_bits([8] * len(self.sites))
+        # What an execution measured is known when the next one starts.
+        for _ in range(calls + 1):
             jax.block_until_ready(self(*arguments))
         known = self._pool.stats().sites
-        return [known[site.name].importance or 0.0 for site in self.sites]
+        found = [known[site.name].importance for site in self.sites]
+        assert all(importance is not None for importance in found)
+        return [float(importance or 0.0) for importance in found]
 
     def deviation(
         self, arguments: Sequence[Any], exact: ArrayTree, draws: int

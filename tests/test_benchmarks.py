@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from benchmarks import (
@@ -516,17 +517,35 @@ def test_pool_speed_copies_through_both(tmp_path):
     assert result["bookkeeping"][0]["ns_per_page_operation"] > 0
 
 
-SMALL_GPT2 = (
-    *("--sizes.gpt2-layers", "1", "--sizes.gpt2-width", "64"),
-    *("--sizes.gpt2-length", "64", "--sizes.gpt2-batch", "2"),
-)
+@pytest.fixture
+def tiny_network(monkeypatch):
+    """In place of the GPT-2, layers that compile in a second."""
+
+    def loss(params, state, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - 0.5) ** 2), state
+
+    def init(seed):
+        keys = jax.random.split(jax.random.key(seed), 3)
+        return [jax.random.normal(key, (256, 256)) / 16 for key in keys], {}
+
+    def make(sizes):
+        return small_networks.Network(
+            loss,
+            init,
+            lambda rng: (rng.standard_normal((2048, 256), np.float32),),
+            optax.sgd(0.1),
+        )
+
+    monkeypatch.setitem(small_networks._MAKERS, "gpt2", make)
 
 
-def test_budgets_are_obeyed_in_one_program(tmp_path):
+def test_budgets_are_obeyed_in_one_program(tmp_path, tiny_network):
     out = tmp_path / "out.json"
     pool_budget.main(
-        ["--networks", "gpt2", *SMALL_GPT2, "--settings", "3", "--steps", "6",
-         "--points", "2", "--seeds", "2", "--out", str(out)]
+        ["--networks", "gpt2", "--settings", "3", "--steps", "6", "--points", "2",
+         "--seeds", "2", "--out", str(out)]
     )  # fmt: skip
     record = json.loads(out.read_text())["networks"]["gpt2"]
     assert record["recompiles"] == 0
@@ -546,24 +565,24 @@ def test_what_falls_within_noise_is_told_from_what_rises():
     assert rises["spearman"] > 0
 
 
-def test_minima_are_compared_by_error_and_bias(tmp_path):
+def test_minima_are_compared_by_error_and_bias(tmp_path, tiny_network):
     out = tmp_path / "out.json"
     nonlinear_minima.main(
-        [*SMALL_GPT2, "--steps", "3", "--averages", "2", "--nonlinear", "1", "4",
+        ["--steps", "3", "--averages", "2", "--nonlinear", "1", "4",
          "--amplified", "1", "--draws", "4", "--learn", "2", "--out", str(out)]
     )  # fmt: skip
     result = json.loads(out.read_text())
-    assert {"linear", "nonlinear"} <= {site["use"] for site in result["sites"]}
+    assert "nonlinear" in {site["use"] for site in result["sites"]}
     for record in result["records"]:
         assert record["reached_bits"] <= 2
         assert 0 < record["squared_error"] < 10
         assert record["squared_bias"] < record["squared_error"]
 
 
-def test_rules_of_others_are_compared_to_ours(tmp_path):
+def test_rules_of_others_are_compared_to_ours(tmp_path, tiny_network):
     out = tmp_path / "out.json"
     bit_allocation.main(
-        ["--networks", "gpt2", *SMALL_GPT2, "--steps", "3", "--averages", "2",
+        ["--networks", "gpt2", "--steps", "3", "--averages", "2",
          "--draws", "2", "--oracle-draws", "1", "--learn", "2", "--out", str(out)]
     )  # fmt: skip
     record = json.loads(out.read_text())["networks"]["gpt2"]
@@ -622,7 +641,7 @@ def test_sensitivities_of_actnn_are_those_of_the_formula():
     }
     x = jax.random.normal(keys[2], (256, 64))
     gradient = importance.Gradient.of(loss, w, x)
-    (site,) = gradient.sites
+    site, _ = gradient.sites
     y = jnp.sin(x @ w["in"])
     above = jax.grad(lambda z: jnp.mean(z**2))(y @ w["out"])
     ranges = Affine(bits=1).encode(y).scale.astype(jnp.float32)
@@ -648,12 +667,12 @@ def test_small_networks_learn(monkeypatch):
         small_networks, "resnet18", functools.partial(ResNetConfig, stage_sizes=(1,))
     )
     sizes = small_networks.Sizes(
-        resnet_width=4, gpt2_layers=1, gpt2_width=64, gpt2_length=64
+        resnet_width=16, gpt2_layers=1, gpt2_width=64, gpt2_length=64
     )
     for name in ("resnet18", "gpt2"):
         network = small_networks.make_network(name, sizes)
-        losses = [point.loss for point in network.train(0, 12)]
-        assert losses[-1] < losses[0]
+        losses = [point.loss for point in network.train(0, 24)]
+        assert np.mean(losses[-4:]) < np.mean(losses[:4])
 
 
 def test_accuracies_are_compared_seed_by_seed(tmp_path):
