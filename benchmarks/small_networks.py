@@ -39,7 +39,9 @@ class Sizes:
     gpt2_layers: int = 4
     """Blocks of the GPT-2."""
     gpt2_width: int = 128
-    """Channels of its residual stream; it has 4 heads."""
+    """Channels of its residual stream."""
+    gpt2_heads: int = 4
+    """Attention heads."""
     gpt2_length: int = 128
     """Bytes of a sequence."""
     gpt2_batch: int = 4
@@ -165,7 +167,7 @@ def _make_gpt2(sizes: Sizes) -> Network:
         GPT2Config(
             num_layers=sizes.gpt2_layers,
             width=sizes.gpt2_width,
-            num_heads=4,
+            num_heads=sizes.gpt2_heads,
             vocabulary=256,
             context=length,
         )

@@ -569,9 +569,10 @@ def test_minima_are_compared_by_error_and_bias(tmp_path, tiny_network):
     out = tmp_path / "out.json"
     nonlinear_minima.main(
         ["--steps", "3", "--averages", "2", "--nonlinear", "1", "4",
-         "--amplified", "1", "--draws", "4", "--learn", "2", "--out", str(out)]
+         "--amplified", "1", "--draws", "4", "--learn", "2", "--heads", "4",
+         "--out", str(out)]
     )  # fmt: skip
-    result = json.loads(out.read_text())
+    (result,) = json.loads(out.read_text())["networks"]
     assert "nonlinear" in {site["use"] for site in result["sites"]}
     for record in result["records"]:
         assert record["reached_bits"] <= 2
