@@ -57,7 +57,10 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.eager_overhead
 	$(RUN) -m benchmarks.pool_fragmentation
 	$(RUN) -m benchmarks.pool_speed
-	$(RUN) -m benchmarks.pool_budget
+	$(RUN) -m benchmarks.pool_budget --networks resnet18 \
+	  --out benchmarks/results/pool_budget_resnet18.json
+	$(RUN) -m benchmarks.pool_budget --networks gpt2 \
+	  --out benchmarks/results/pool_budget_gpt2.json
 	$(RUN) -m benchmarks.bit_allocation
 	$(RUN) -m benchmarks.nonlinear_minima
 	$(RUN) -m benchmarks.accuracy --seeds 5

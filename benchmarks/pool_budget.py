@@ -53,13 +53,13 @@ class Options:
 
     networks: tuple[NetworkName, ...] = ("resnet18", "gpt2")
     """What is trained."""
-    sizes: Sizes = Sizes()  # noqa: RUF009  (frozen)
+    sizes: Sizes = Sizes(resnet_batch=16, gpt2_layers=2)  # noqa: RUF009  (frozen)
     """How large they are."""
     settings: int = 20
     """Budgets, from 1 to 8 bits on average, evenly spaced in their logarithm."""
-    steps: int = 24
+    steps: int = 20
     """Steps of a training."""
-    points: int = 6
+    points: int = 4
     """Steps of the exact training whose gradients are compared."""
     seeds: int = 3
     """Weights and batches."""
