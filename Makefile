@@ -57,7 +57,15 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.eager_overhead
 	$(RUN) -m benchmarks.pool_fragmentation
 	$(RUN) -m benchmarks.pool_speed
+	$(RUN) -m benchmarks.pool_budget --networks resnet18 \
+	  --out benchmarks/results/pool_budget_resnet18.json
+	$(RUN) -m benchmarks.pool_budget --networks gpt2 \
+	  --out benchmarks/results/pool_budget_gpt2.json
+	$(RUN) -m benchmarks.bit_allocation
+	$(RUN) -m benchmarks.nonlinear_minima
 	$(RUN) -m benchmarks.accuracy --seeds 5
+	$(RUN) -m benchmarks.accuracy --contenders none fixed adaptive --seeds 5 --width 8 \
+	  --epochs 6 --out benchmarks/results/accuracy_adaptive.json
 
 $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dafjax needs Python 3.11 or newer: make PYTHON=python3.11")'

@@ -1,6 +1,8 @@
 """Memory and time of a step with residuals in a page pool, against arrays.
 
 Both keep the same residuals with the same bits: their gradients are equal, bit for bit.
+So does a pool whose program also measures how important residuals are, as it does where
+bits are allocated; what that costs is measured against the pool without.
 
 Examples:
     python -m benchmarks.pool_step
@@ -23,10 +25,13 @@ import tyro
 import dafjax
 from benchmarks import training, transformer_memory
 from benchmarks.environment import RESULTS, describe_environment, write_result
-from benchmarks.harness import Check, Contender, Timing, compare
+from benchmarks.harness import Check, Contender, Spread, Timing, compare
 from benchmarks.methods import Method
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.tables import make_console, make_table
+from dafjax._recorder import record_plans
+from dafjax._sites import site_names
+from dafjax.codecs import Affine
 from dafjax.stores import AbstractStore, Arrays, PagePool
 from models import memory
 
@@ -35,7 +40,7 @@ Network = Literal["resnet18", "gpt2"]
 Record = dict[str, Any]
 ArrayTree = Any
 
-_ARRAYS, _POOL = "arrays", "pool"
+_ARRAYS, _POOL, _MEASURING = "arrays", "pool", "pool, measuring"
 STORES: dict[str, Callable[..., AbstractStore]] = {
     _ARRAYS: lambda name: Arrays(),
     _POOL: lambda name: PagePool(name=name),
@@ -132,14 +137,16 @@ def steps_of(network: Network, options: Options) -> list[Step]:
 
 
 def measure(step: Step, rounds: int, options: Options) -> Record:
-    """Measures memory, and in `rounds` rounds the time, of a step with both stores."""
+    """Measures memory, and in `rounds` rounds the time, of a step with each store."""
     # A name for each: what is compiled finds its pool by name.
-    with PagePool(name=f"{step.network} {step.size}") as pool:
+    name = f"{step.network} {step.size}"
+    with PagePool(name=name) as pool, PagePool(name=f"{name}, measuring") as measuring:
         compiled, run = {}, {}
-        for name, store in ((_ARRAYS, Arrays()), (_POOL, pool)):
-            compiled[name], run[name] = step.make(store)
+        for store_name, store in ((_ARRAYS, Arrays()), (_POOL, pool)):
+            compiled[store_name], run[store_name] = step.make(store)
         timings: dict[str, Timing] = {}
         if rounds > 0:
+            compiled[_MEASURING], run[_MEASURING] = _make_measuring(step, measuring)
             contenders = {
                 name: Contender(run=take_step, checks={"equal": Check(tolerance=0.0)})
                 for name, take_step in run.items()
@@ -150,6 +157,7 @@ def measure(step: Step, rounds: int, options: Options) -> Record:
                 rounds=rounds,
                 clock=_CLOCKS[options.clock],
             )
+            assert measuring.stats().expected_variance > 0
         else:
             jax.block_until_ready(run[_POOL]())
         stats = pool.stats()
@@ -162,11 +170,34 @@ def measure(step: Step, rounds: int, options: Options) -> Record:
         "pool_committed_nbytes": stats.peak_committed_nbytes,
         "memory_ratio": (temp[_POOL] + stats.peak_committed_nbytes) / temp[_ARRAYS],
         "time": {name: dataclasses.asdict(t) for name, t in timings.items()},
+        "measuring_over_pool": _ratio_of_rounds(timings, _MEASURING, _POOL),
         "resident_added": {
             name: [_resident_added(step, name, options) for _ in range(options.rss)]
             for name in STORES
         },
     }
+
+
+def _make_measuring(
+    step: Step, pool: PagePool
+) -> tuple[jax.stages.Compiled, Callable[[], ArrayTree]]:
+    """Compiles a step that measures importances; bits stay those of the codecs."""
+    pool.target = dafjax.AverageBits(2)
+    with record_plans() as recorder:
+        made = step.make(pool)
+    for plan in recorder.plans.values():
+        for kept, site in zip(plan.kept, site_names(plan), strict=True):
+            if isinstance(kept.codec, Affine):
+                pool.set_bits(site, kept.codec.bits)
+    return made
+
+
+def _ratio_of_rounds(timings: dict[str, Timing], name: str, to: str) -> Record | None:
+    """Returns the ratio of two contenders' times, computed within each round."""
+    if not timings:
+        return None
+    pairs = zip(timings[name].samples, timings[to].samples, strict=True)
+    return dataclasses.asdict(Spread.of([a / b for a, b in pairs]))
 
 
 def _resident_added(step: Step, store: str, options: Options) -> int:
@@ -252,7 +283,7 @@ def _time_table(records: Sequence[Record]) -> rich.table.Table:
     return make_table(
         "Time of a step",
         left=("Network", "Size"),
-        right=("Arrays: seconds", "Pool: seconds", "Pool / arrays"),
+        right=("Arrays: seconds", "Pool: s", "Pool / arrays", "Measuring / pool"),
         rows=[
             (
                 record["network"],
@@ -260,6 +291,7 @@ def _time_table(records: Sequence[Record]) -> rich.table.Table:
                 _spread(record["time"][_ARRAYS]["seconds"]),
                 _spread(record["time"][_POOL]["seconds"]),
                 _spread(record["time"][_POOL]["ratio"]),
+                _spread(record["measuring_over_pool"]),
             )
             for record in records
             if record["time"]

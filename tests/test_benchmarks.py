@@ -9,26 +9,34 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from benchmarks import (
+    accuracy,
     allocators,
+    bit_allocation,
     block_layout,
     codec_throughput,
     eager_overhead,
     environment,
     harness,
+    importance,
     layer_growth,
     methods,
     minimum_cut,
     naive_codec,
+    nonlinear_minima,
     peak_rss,
     plan_bytes,
+    pool_budget,
     pool_fragmentation,
     pool_speed,
     pool_step,
     quantizer_cost,
+    reference_allocators,
     residuals,
+    small_networks,
     step_memory,
     training,
     transformer_memory,
@@ -54,6 +62,9 @@ PROGRAMS = (
     "pool_step",
     "pool_fragmentation",
     "pool_speed",
+    "pool_budget",
+    "nonlinear_minima",
+    "bit_allocation",
 )
 
 
@@ -408,6 +419,8 @@ def test_a_step_with_a_pool_is_checked_and_measured(tmp_path):
         assert step["temp_nbytes"]["pool"] < step["temp_nbytes"]["arrays"]
         # Bit for bit.
         assert step["time"]["pool"]["errors"] == {"equal": 0.0}
+        assert step["time"]["pool, measuring"]["errors"] == {"equal": 0.0}
+        assert step["measuring_over_pool"]["median"] > 0
 
 
 def test_environment_names_what_a_number_depends_on():
@@ -501,3 +514,172 @@ def test_pool_speed_copies_through_both(tmp_path):
         [262144],
     ]
     assert result["bookkeeping"][0]["ns_per_page_operation"] > 0
+
+
+@pytest.fixture
+def tiny_network(monkeypatch):
+    """In place of the GPT-2, layers that compile in a second."""
+
+    def loss(params, state, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - 0.5) ** 2), state
+
+    def init(seed):
+        keys = jax.random.split(jax.random.key(seed), 3)
+        return [jax.random.normal(key, (256, 256)) / 16 for key in keys], {}
+
+    def make(sizes):
+        return small_networks.Network(
+            loss,
+            init,
+            lambda rng: (rng.standard_normal((2048, 256), np.float32),),
+            optax.sgd(0.1),
+        )
+
+    monkeypatch.setitem(small_networks._MAKERS, "gpt2", make)
+
+
+def test_budgets_are_obeyed_in_one_program(tmp_path, tiny_network):
+    out = tmp_path / "out.json"
+    pool_budget.main(
+        ["--networks", "gpt2", "--settings", "3", "--steps", "6", "--points", "2",
+         "--seeds", "2", "--out", str(out)]
+    )  # fmt: skip
+    record = json.loads(out.read_text())["networks"]["gpt2"]
+    assert record["recompiles"] == 0
+    for rows in record["ways"].values():
+        assert all(0.5 < row["peak_over_budget"] <= 1 for row in rows)
+        errors = [row["error"] for row in rows]
+        assert errors == sorted(errors, reverse=True)
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_what_falls_within_noise_is_told_from_what_rises():
+    falls = [[9.0, 9.2, 8.9], [5.0, 5.1, 4.9], [5.1, 4.9, 5.0], [1.0, 1.1, 0.9]]
+    assert pool_budget.monotone([1, 2, 3, 4], falls)["rises"] == []
+    assert pool_budget.monotone([1, 2], falls[:2])["spearman"] == pytest.approx(-1)
+    rises = pool_budget.monotone([1, 2, 3], [falls[1], falls[3], falls[0]])
+    assert rises["rises"] == [2]
+    assert rises["spearman"] > 0
+
+
+def test_minima_are_compared_by_error_and_bias(tmp_path, tiny_network):
+    out = tmp_path / "out.json"
+    nonlinear_minima.main(
+        ["--steps", "3", "--averages", "2", "--nonlinear", "1", "4",
+         "--amplified", "1", "--draws", "4", "--learn", "2", "--heads", "4",
+         "--out", str(out)]
+    )  # fmt: skip
+    (result,) = json.loads(out.read_text())["networks"]
+    assert "nonlinear" in {site["use"] for site in result["sites"]}
+    for record in result["records"]:
+        assert record["reached_bits"] <= 2
+        assert 0 < record["squared_error"] < 10
+        assert record["squared_bias"] < record["squared_error"]
+
+
+def test_rules_of_others_are_compared_to_ours(tmp_path, tiny_network):
+    out = tmp_path / "out.json"
+    bit_allocation.main(
+        ["--networks", "gpt2", "--steps", "3", "--averages", "2",
+         "--draws", "2", "--oracle-draws", "1", "--learn", "2", "--out", str(out)]
+    )  # fmt: skip
+    record = json.loads(out.read_text())["networks"]["gpt2"]
+    by_rule = {r["rule"]: r for r in record["allocations"]}
+    least = by_rule["optimum"]["expected"]
+    for name in ("uniform", "ActNN", "GACT", "dafjax"):
+        assert by_rule[name]["reached_bits"] <= 2
+        assert by_rule[name]["expected"] >= least * (1 - 1e-6)
+        assert by_rule[name]["measured"] > 0
+    # Layers with weights read some of the residuals; of others ActNN knows nothing.
+    assert {site["ActNN"] is None for site in record["sites"]} == {True, False}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_optimum_is_that_of_all_allocations(seed):
+    rng = np.random.default_rng(seed)
+    sizes = [int(n) for n in rng.integers(1, 1000, 5)]
+    costs = [float(c) for c in np.exp(rng.normal(0, 3, 5))]
+    budget = int(sum(sizes) * rng.uniform(1, 6))
+
+    def total(bits):
+        return sum(c / (2**b - 1) ** 2 for c, b in zip(costs, bits, strict=True))
+
+    fitting = [
+        bits
+        for bits in itertools.product((1, 2, 4, 8), repeat=5)
+        if sum(n * b for n, b in zip(sizes, bits, strict=True)) <= budget
+    ]
+    best = total(min(fitting, key=total))
+    found = reference_allocators.optimum(costs, sizes, budget)
+    assert found in fitting
+    assert total(found) == pytest.approx(best, rel=1e-6)
+    for rule in (
+        reference_allocators.descend(costs, sizes, budget),
+        reference_allocators.as_layers_before([None, *costs[1:]], sizes, budget),
+        reference_allocators.uniform(sizes, budget),
+    ):
+        assert rule in fitting
+
+
+def test_residuals_without_sensitivity_get_the_bits_of_the_layer_before():
+    sensitivities = [None, 100.0, None, 0.01]
+    bits = reference_allocators.as_layers_before(sensitivities, [10] * 4, 140)
+    assert bits == (4, 4, 4, 1)
+
+
+def test_sensitivities_of_actnn_are_those_of_the_formula():
+    def loss(w, x):
+        y = jnp.sin(x @ w["in"])
+        return jnp.mean((y @ w["out"]) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {
+        "in": jax.random.normal(keys[0], (64, 128)) / 8,
+        "out": jax.random.normal(keys[1], (128, 32)) / 11,
+    }
+    x = jax.random.normal(keys[2], (256, 64))
+    gradient = importance.Gradient.of(loss, w, x)
+    site, _ = gradient.sites
+    y = jnp.sin(x @ w["in"])
+    above = jax.grad(lambda z: jnp.mean(z**2))(y @ w["out"])
+    ranges = Affine(bits=1).encode(y).scale.astype(jnp.float32)
+    expected = 128 / 4 * jnp.mean(ranges**2) * jnp.sum(above**2)
+    found = reference_allocators.actnn_sensitivities(gradient)
+    assert found == {site.value: pytest.approx(float(expected), rel=1e-3)}
+
+
+def test_sensitivities_of_gact_are_those_of_the_formula():
+    draws = iter([0.0, 3.0, 1.0, 2e6, 0.0])
+
+    def squared_distance(a, b):
+        return (a - b) ** 2
+
+    found = reference_allocators.gact_sensitivities(
+        lambda bits: next(draws), squared_distance, 2
+    )
+    assert found == [18.0, 1e10]
+
+
+def test_small_networks_learn(monkeypatch):
+    monkeypatch.setattr(
+        small_networks, "resnet18", functools.partial(ResNetConfig, stage_sizes=(1,))
+    )
+    sizes = small_networks.Sizes(
+        resnet_width=16, gpt2_layers=1, gpt2_width=64, gpt2_length=64
+    )
+    for name in ("resnet18", "gpt2"):
+        network = small_networks.make_network(name, sizes)
+        losses = [point.loss for point in network.train(0, 24)]
+        assert np.mean(losses[-4:]) < np.mean(losses[:4])
+
+
+def test_accuracies_are_compared_seed_by_seed(tmp_path):
+    runs = [
+        {"fixed": {"final_loss": 2.0}, "adaptive": {"final_loss": 1.5}},
+        {"fixed": {"final_loss": 3.0}, "adaptive": {"final_loss": 2.7}},
+    ]
+    pair = accuracy._pair(runs, "final_loss", "adaptive", "fixed")
+    assert pair["mean"] == pytest.approx(-0.4)
+    assert pair["standard_error"] == pytest.approx(0.1)
