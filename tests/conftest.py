@@ -1,7 +1,6 @@
 """Two CPU devices, strict dtype promotion, and a key for every test.
 
-What is compiled twice in a session is loaded the second time, by all its processes: the
-tests' time is mostly XLA's.
+What a process compiles twice it loads the second time: the tests' time is mostly XLA's.
 """
 
 import atexit
@@ -16,14 +15,16 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Workers inherit it. Of this session alone: what was compiled by other code is not met.
+# Each process has a folder of its own, below that of the session: so none meets what
+# another is writing, nor what was compiled by other code.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    compiled = tempfile.mkdtemp(prefix="dafjax-compiled-")
-    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
-    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**30)
+    session = tempfile.mkdtemp(prefix="dafjax-compiled-")
+    atexit.register(shutil.rmtree, session, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = session
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+else:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] += "/" + os.environ["PYTEST_XDIST_WORKER"]
 
 import jax
 import numpy as np
