@@ -41,6 +41,10 @@ static void* AllocateOrFail(std::size_t size) {
 #define NOINLINE __attribute__((noinline))
 NOINLINE void* operator new(std::size_t size) { return AllocateOrFail(size); }
 NOINLINE void* operator new[](std::size_t size) { return AllocateOrFail(size); }
+// What std::stable_sort asks for; it does without.
+NOINLINE void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+  return std::malloc(size);
+}
 NOINLINE void operator delete(void* data) noexcept { std::free(data); }
 NOINLINE void operator delete[](void* data) noexcept { std::free(data); }
 NOINLINE void operator delete(void* data, std::size_t) noexcept { std::free(data); }
