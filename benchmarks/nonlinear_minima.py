@@ -194,7 +194,8 @@ def _sites_table(sites: Sequence[Record]) -> rich.table.Table:
         right=("Elements", "Importance"),
         rows=[
             (
-                site["name"],
+                # Without the fingerprint of the program.
+                site["name"].partition(" @")[0],
                 site["use"],
                 str(site["num_elements"]),
                 f"{site['importance']:.3g}",

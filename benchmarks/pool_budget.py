@@ -63,6 +63,8 @@ class Options:
     """Steps of the exact training whose gradients are compared."""
     seeds: int = 3
     """Weights and batches."""
+    train: bool = True
+    """Whether the network is also trained with each budget."""
     out: pathlib.Path = RESULTS / "pool_budget.json"
     """The file to write; the plot is beside it."""
 
@@ -201,6 +203,8 @@ def _measure_way(
         errors, bits = _gradient_errors(trial, budgets, exact, options)
         gaps = [
             _loss_gaps(trial, network, setting, budget, exact, options)
+            if options.train
+            else [0.0]
             for setting, budget in enumerate(budgets)
         ]
     return {
@@ -221,7 +225,7 @@ def _measure_way(
         ],
         "monotone": {
             "error": monotone(budgets, errors),
-            "loss_gap": monotone(budgets, gaps),
+            **({"loss_gap": monotone(budgets, gaps)} if options.train else {}),
         },
     }
 
