@@ -143,6 +143,9 @@ def _forward(hidden, embedding, labels, weights):
 def _backward(residuals, cotangent):
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None, None, None
+    # Without this tie the numbers could be made from their patterns in the forward pass,
+    # and be what waits.
+    residuals, cotangent = jax.lax.optimization_barrier((residuals, cotangent))
     of_hidden, of_embedding, of_weights = (
         None if bits is None else _scale(cotangent, _from_bits(bits))
         for bits in residuals
