@@ -1,9 +1,9 @@
 """Memory and time of the gradient of a transformer: method x scheduler, loop and scan.
 
 A GPT-2 learns to predict the next token, a RoBERTa to classify sequences, with dropout
-and a padding mask; both are measured with their embeddings and their heads. Parameters are neither donated nor updated: gradients are results, so that temp is what
-the passes need besides. With `--lora-rank` only the adapters are differentiated, and
-RoBERTa's head.
+and a padding mask; both are measured with their embeddings and heads. Parameters are
+neither donated nor updated: gradients are results, so that temp is what the passes need
+besides. With `--lora-rank` only the adapters are differentiated, and RoBERTa's head.
 
 Examples:
     python -m benchmarks.transformer_memory
@@ -11,7 +11,8 @@ Examples:
     python -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16
         --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
     python -m benchmarks.transformer_memory --model roberta --vocabulary 50265
-        --batch 8 --length 128 --lora-rank 8 --out benchmarks/results/roberta_memory.json
+        --batch 8 --length 128 --lora-rank 8
+        --out benchmarks/results/roberta_memory.json
 """
 
 import dataclasses

@@ -1,14 +1,14 @@
 """Low-rank adapters of frozen layers, and which variables are trained.
 
-Hu et al.: LoRA, https://arxiv.org/abs/2106.09685. Adapters are variables of a collection
-of their own, `"lora"`, so that a model without them has the same `"params"`. What is
+Hu et al.: LoRA, https://arxiv.org/abs/2106.09685. Adapters are variables of a
+collection of their own, `"lora"`: a model without them has the same `"params"`. What is
 differentiated is one tree and what is frozen another:
 
     trained, frozen = lora.split(variables, config.trained)
     gradient = jax.grad(lambda t: loss(model.apply(lora.merge(t, frozen), x)))(trained)
 
-A frozen weight is then a constant of the differentiated function: it has no gradient, and
-the layer keeps no input for one.
+A frozen weight is then a constant of the differentiated function: it has no gradient,
+and the layer keeps no input for one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,7 +78,8 @@ def split(
         ValueError: If a path leads to no variable.
 
     Example:
-        >>> split({"params": {"head": 1, "body": 2}, "lora": 3}, ["lora", "params/head"])
+        >>> variables = {"params": {"head": 1, "body": 2}, "lora": 3}
+        >>> split(variables, ["lora", "params/head"])
         ({'params': {'head': 1}, 'lora': 3}, {'params': {'body': 2}})
     """
     flat = flax.traverse_util.flatten_dict(variables)

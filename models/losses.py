@@ -38,9 +38,9 @@ def chunked_cross_entropy(
         sum_i w_i (log sum_v exp(h_i . e_v) - h_i . e_{label_i}) / sum_i w_i
 
     The logits of `chunk` positions exist at a time, never those of all: the gradient of
-    a chunk's losses is made with them, in the forward pass already, if one is asked for.
-    That takes three products of a chunk with the embedding; computing logits again in
-    the backward pass would take a fourth.
+    a chunk's losses is made with them, in the forward pass already, if one is asked
+    for. That takes three products of a chunk with the embedding; computing logits again
+    in the backward pass would take a fourth.
 
     Args:
         hidden: [..., width]; one vector for each position.
@@ -67,8 +67,8 @@ def chunked_cross_entropy(
         weights = jnp.ones(labels.shape, jnp.float32)
     if not hidden.shape[:-1] == labels.shape == weights.shape:
         raise ValueError(
-            "`hidden` without its last axis, `labels` and `weights` must have one shape, "
-            f"but got {hidden.shape}, {labels.shape} and {weights.shape}."
+            "`hidden` without its last axis, `labels` and `weights` must have one "
+            f"shape, but got {hidden.shape}, {labels.shape} and {weights.shape}."
         )
     if hidden.shape[-1:] != embedding.shape[1:]:
         raise ValueError(
@@ -102,7 +102,14 @@ def _losses_of_chunk(
 def _sum_of_losses(
     hidden: jax.Array, embedding: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """Sums over chunks: [chunks, chunk, width], [vocabulary, width], [chunks, chunk]."""
+    """Sums over chunks.
+
+    Args:
+        hidden: [chunks, chunk, width].
+        embedding: [vocabulary, width].
+        labels: [chunks, chunk].
+        weights: [chunks, chunk].
+    """
 
     def add(total, chunk):
         hidden, labels, weights = chunk
@@ -143,8 +150,8 @@ def _forward(hidden, embedding, labels, weights):
 def _backward(residuals, cotangent):
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None, None, None
-    # Without this tie the numbers could be made from their patterns in the forward pass,
-    # and be what waits.
+    # Without this tie the numbers could be made from their patterns in the forward
+    # pass, and be what waits.
     residuals, cotangent = jax.lax.optimization_barrier((residuals, cotangent))
     of_hidden, of_embedding, of_weights = (
         None if bits is None else _scale(cotangent, _from_bits(bits))
@@ -161,8 +168,8 @@ def _scale(factor: jax.Array, x: jax.Array) -> jax.Array:
 
 
 # Gradients wait as bit patterns. They are small beside logits, and the gradients of all
-# layers are multiples of them: what rounds floating-point residuals must not round these.
-# They are patterns within the loop already, whose results may be what is rounded.
+# layers are multiples of them: what rounds floating-point residuals must not round
+# these. They are patterns within the loop already, whose results may be what is rounded.
 _PATTERNS = {"bfloat16": "uint16", "float16": "int16", "float32": "uint32"}
 _NUMBERS = {pattern: number for number, pattern in _PATTERNS.items()}
 
@@ -187,8 +194,8 @@ def sequence_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
     Args:
         logits: [batch, num_labels].
-        labels: Integers [batch], whose loss is the cross-entropy; or, where there is one
-            logit, numbers [batch], whose loss is the squared error.
+        labels: Integers [batch], whose loss is the cross-entropy; or, where there is
+            one logit, numbers [batch], whose loss is the squared error.
 
     Returns:
         A float32 scalar.

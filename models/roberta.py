@@ -3,8 +3,8 @@
 Liu et al.: RoBERTa, https://arxiv.org/abs/1907.11692. The blocks are those of BERT
 (Devlin et al., https://arxiv.org/abs/1810.04805): normalization after each sum, and a
 GELU by the error function. `wrap_block` is injected, so that every method of saving
-memory runs on the very same model. With `lora_rank` the projections to queries and values
-have low-rank adapters: see `models/lora.py`.
+memory runs on the very same model. With `lora_rank` the projections to queries and to
+values have low-rank adapters: see `models/lora.py`.
 """
 
 import dataclasses
@@ -201,8 +201,8 @@ class Roberta(nn.Module):
             train: Whether there is dropout, with the key of `rngs={"dropout": key}`.
 
         Raises:
-            ValueError: If the sequences are longer than `context`, or `mask` has another
-                shape than `tokens`.
+            ValueError: If the sequences are longer than `context`, or `mask` has
+                another shape than `tokens`.
         """
         config = self.config
         if tokens.shape[-1] > config.context:

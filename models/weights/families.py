@@ -104,7 +104,7 @@ def _gpt2(config: GPT2Config) -> Family:
             adapted += tensors[-2:-1] if part.startswith("attn") else []
     tensors += layer_norm("transformer.ln_f", "norm")
     return Family(
-        origin="openai-community/gpt2, gpt2-medium, gpt2-large or gpt2-xl on Hugging Face",
+        origin="openai-community/gpt2, -medium, -large or -xl on Hugging Face",
         prefix="transformer.",
         tensors=tuple(tensors),
         adapted=tuple(adapted) if config.lora_rank else (),

@@ -57,10 +57,9 @@ def load(
             dtype that the model does not have.
 
     Example:
-        >>> config = roberta.roberta_base(num_labels=3)                # doctest: +SKIP
-        >>> model = roberta.Roberta(config)                            # doctest: +SKIP
-        >>> initial = model.init(key, tokens, train=False)             # doctest: +SKIP
-        >>> load("weights/roberta-base", config, initial, fresh_head=True)  # doctest: +SKIP
+        config = roberta.roberta_base(num_labels=3)
+        initial = roberta.Roberta(config).init(key, tokens, train=False)
+        variables = load("weights/roberta-base", config, initial, fresh_head=True)
     """
     family = family_of(config)
     file = _find(pathlib.Path(path), WEIGHTS_FILE, family.origin)
@@ -96,7 +95,6 @@ def load_adapters(
         ValueError: If the model has no adapters.
         WeightsError: As of `load`.
     """
-    family = family_of(config)
     file = _find(pathlib.Path(path), ADAPTERS_FILE, "the training run that made it")
     _check_adapter_config(file.with_name(ADAPTER_CONFIG_FILE), config)
     variables = flax.traverse_util.flatten_dict(dict(initial), sep="/")
@@ -269,6 +267,6 @@ def _check_adapter_config(path: pathlib.Path, config: Any) -> None:
         ) from error
     if (rank, alpha) != (config.lora_rank, config.lora_alpha):
         raise WeightsError(
-            f"`{path}` is of adapters of rank {rank} with alpha {alpha}, but the model's "
-            f"have rank {config.lora_rank} with alpha {config.lora_alpha}."
+            f"`{path}` is of adapters of rank {rank} with alpha {alpha}, but the "
+            f"model's have rank {config.lora_rank} with alpha {config.lora_alpha}."
         )

@@ -1,9 +1,9 @@
 """Reading and writing one safetensors file; what is wrong with it is a `WeightsError`.
 
-The format (https://huggingface.co/docs/safetensors) is a header of JSON, with the dtype,
+The format (https://huggingface.co/docs/safetensors) is a header of JSON, with dtype,
 shape and place of each tensor, and then their bytes. The `safetensors` library checks
-that the header is well-formed and that tensors fill the rest of the file exactly, without
-overlaps. It maps the file: nothing is read before a tensor is asked for.
+that the header is well-formed and that tensors fill the rest of the file exactly,
+without overlaps. It maps the file: nothing is read before a tensor is asked for.
 """
 
 import contextlib

@@ -52,8 +52,8 @@ def save_adapters(
 
     The tensors of an adapter beside the weight `x.weight` are
     `base_model.model.x.lora_A.weight`, float32 [rank, in], and
-    `base_model.model.x.lora_B.weight` [out, rank]; that of a variable of a head is named
-    `base_model.model.classifier...`. Rank and alpha are in `adapter_config.json`.
+    `base_model.model.x.lora_B.weight` [out, rank]; that of a variable of a head is
+    named `base_model.model.classifier...`. Rank and alpha are in `adapter_config.json`.
 
     Args:
         folder: Is made if needed; the file in it is `adapter_model.safetensors`.

@@ -1,4 +1,4 @@
-"""What the tests of parity share: gradients under the names of files, and tolerances."""
+"""What tests of parity share: gradients under the names of files, and tolerances."""
 
 import flax.traverse_util
 import numpy as np

@@ -1,8 +1,8 @@
 """Writes the golden files: tiny random models as PyTorch `transformers` computes them.
 
 Needs torch (`pip install '.[parity]'`). Of each case there are the weights, saved by
-safetensors under the names of `transformers`, and `.npz` files with inputs, logits, loss
-and gradients. The default tests read them without torch.
+safetensors under the names of `transformers`, and an `.npz` file with inputs, logits,
+loss and gradients. The default tests read them without torch.
 
     python -m tests.models.golden.make_golden
 """
