@@ -169,7 +169,7 @@ def _scale(factor: jax.Array, x: jax.Array) -> jax.Array:
 
 # Gradients wait as bit patterns. They are small beside logits, and the gradients of all
 # layers are multiples of them: what rounds floating-point residuals must not round
-# these. They are patterns within the loop already, whose results may be what is rounded.
+# these. They are patterns within the loop already: its results may be what is rounded.
 _PATTERNS = {"bfloat16": "uint16", "float16": "int16", "float32": "uint32"}
 _NUMBERS = {pattern: number for number, pattern in _PATTERNS.items()}
 
