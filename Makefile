@@ -56,6 +56,8 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.transformer_memory --time --rss
 	$(RUN) -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16 \
 	  --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
+	$(RUN) -m benchmarks.transformer_memory --model roberta --vocabulary 50265 \
+	  --batch 8 --length 128 --lora-rank 8 --out benchmarks/results/roberta_memory.json
 	$(RUN) -m benchmarks.layer_growth
 	$(RUN) -m benchmarks.plan_bytes
 	$(RUN) -m benchmarks.importance

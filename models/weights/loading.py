@@ -72,7 +72,7 @@ def load(
     with open_file(file) as opened:
         names = _match_names(opened, family, wanted, fresh_head=fresh_head)
         _check_tensors(opened, wanted, names, variables)
-        _check_tied(opened, family)
+        _check_tied(opened, family, names)
         variables |= _read(opened, wanted, names, variables)
     return flax.traverse_util.unflatten_dict(variables, sep="/")
 
@@ -159,6 +159,10 @@ def _match_names(
             names[short[bare]] = name
         elif not _matches(bare, left_out) and name not in family.tied:
             extra.add(name)
+    for name, other in family.tied.items():
+        if name in file.tensors:
+            # Of tied tensors some programs store one, whichever is first by name.
+            names.setdefault(other, name)
     hint = ""
     if family.heads and not fresh_head:
         hint = (
@@ -220,17 +224,15 @@ def _check_tensors(
         raise WeightsError(f"`{file.path}` is not of this model: {listed(problems)}.")
 
 
-def _check_tied(file: OpenFile, family: Family) -> None:
+def _check_tied(file: OpenFile, family: Family, names: Mapping[str, str]) -> None:
     for name, other in family.tied.items():
-        if name in file.tensors:
-            source = (
-                other if other in file.tensors else other.removeprefix(family.prefix)
+        if name not in file.tensors or names[other] == name:
+            continue
+        if not np.array_equal(file.read(name), file.read(names[other])):
+            raise WeightsError(
+                f"`{file.path}` is not of this model: {name} must equal "
+                f"{names[other]}, which the model uses for both, but differs."
             )
-            if not np.array_equal(file.read(name), file.read(source)):
-                raise WeightsError(
-                    f"`{file.path}` is not of this model: {name} must equal {source}, "
-                    "which the model uses for both, but differs."
-                )
 
 
 def _read(

@@ -59,7 +59,7 @@ class Family:
         heads: Patterns of names of heads, of this task and of others, as `fnmatch` has
             them and without the prefix.
         ignored: Patterns of names that are no weights of the model.
-        tied: Names of tensors that are equal to others, if a file has them at all.
+        tied: Other names of tensors. A file has one of the two, or both and equal.
         adapter_options: Entries of PEFT's `adapter_config.json`.
     """
 

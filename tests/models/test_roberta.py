@@ -248,6 +248,34 @@ def test_training_lowers_the_loss_of_the_wrapped_model(key, tokens):
     assert fall(dafjax.remat_compress) > 0.5 * plain
 
 
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["loop", "scan"])
+def test_the_gradient_of_adapters_needs_a_fifth_of_the_memory(scan_layers):
+    """An eighth to a twelfth in full size: `benchmarks/results/roberta_memory.json`."""
+    config = roberta.RobertaConfig(
+        num_layers=4,
+        width=128,
+        num_heads=4,
+        vocabulary=1000,
+        lora_rank=8,
+        scan_layers=scan_layers,
+    )
+    tokens = jax.ShapeDtypeStruct((8, 128), jnp.int32)
+    variables = jax.eval_shape(
+        functools.partial(roberta.Roberta(config).init, train=False),
+        jax.random.key(0),
+        tokens,
+    )
+    plain, compressed = (
+        jax.jit(jax.grad(loss))
+        .lower(*lora.split(variables, config.trained), tokens, jax.random.key(0))
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for loss in (make_loss(config), dafjax.remat_compress(make_loss(config)))
+    )
+    assert compressed < plain / 5
+
+
 def test_one_label_is_a_regression(key, tokens):
     config = dataclasses.replace(TINY, num_labels=1)
     logits = apply(config, init(config, key, tokens), tokens)

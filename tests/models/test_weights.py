@@ -197,6 +197,8 @@ def test_tied_embeddings_may_be_in_the_file_and_must_be_equal(tmp_path):
     want = load(tmp_path, "gpt2", tensors)
     tied = tensors["transformer.wte.weight"].copy()
     assert_same(load(tmp_path, "gpt2", tensors | {"lm_head.weight": tied}), want)
+    alone = {k: x for k, x in tensors.items() if "wte" not in k}
+    assert_same(load(tmp_path, "gpt2", alone | {"lm_head.weight": tied}), want)
     tied[3, 4] += 1
     with pytest.raises(
         WeightsError, match=r"lm_head.weight must equal transformer.wte"
