@@ -95,10 +95,10 @@ def load_adapters(
         ValueError: If the model has no adapters.
         WeightsError: As of `load`.
     """
+    wanted = trained_tensors(config)
     file = _find(pathlib.Path(path), ADAPTERS_FILE, "the training run that made it")
     _check_adapter_config(file.with_name(ADAPTER_CONFIG_FILE), config)
     variables = flax.traverse_util.flatten_dict(dict(initial), sep="/")
-    wanted = trained_tensors(config)
     with open_file(file) as opened:
         names = {tensor.name: tensor.name for tensor in wanted}
         _check_names(opened, wanted, names, extra=set(opened.tensors) - set(names))
@@ -125,7 +125,8 @@ def trained_tensors(config: Config) -> tuple[Tensor, ...]:
 
 
 def _find(path: pathlib.Path, name: str, origin: str) -> pathlib.Path:
-    file = path / name if path.is_dir() or not path.suffix else path
+    is_file = path.is_file() or path.suffix == pathlib.Path(name).suffix
+    file = path if is_file else path / name
     if file.exists():
         return file
     remarks = ""
