@@ -44,10 +44,11 @@ def test_a_missing_file_is_an_error_that_says_what_to_put_where(tmp_path):
         WeightsError, match=r"Put `model.safetensors` of FacebookAI/rob"
     ):
         weights.load(tmp_path, config, abstract_variables(config))
-    with pytest.raises(
-        WeightsError, match=f"There is no file `{tmp_path}/x/model.safe"
-    ):
-        weights.load(tmp_path / "x", config, abstract_variables(config))
+    # A folder may be named like a file.
+    for folder in ("x", "x-v1.0"):
+        path = tmp_path / folder
+        with pytest.raises(WeightsError, match=f"no file `{path}/model.safetensors`"):
+            weights.load(path, config, abstract_variables(config))
 
 
 def test_a_pickle_is_refused_whatever_its_name(tmp_path):
@@ -314,6 +315,9 @@ def test_what_cannot_be_saved_or_loaded_is_an_error(key, tmp_path):
     plain = dataclasses.replace(config, lora_rank=0)
     with pytest.raises(ValueError, match="`lora_rank` above 0 to have adapters"):
         weights.save_adapters(tmp_path, plain, variables)
+    for other in (plain, CASES["resnet_basic"].config):
+        with pytest.raises(ValueError, match="`lora_rank` above 0 to have adapters"):
+            weights.load_adapters(tmp_path, other, variables)
     with pytest.raises(TypeError, match=r"`config` must be .* but got `dict`"):
         weights.load(tmp_path, {}, variables)
     stacked = dataclasses.replace(config, scan_layers=True)
