@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt)
 
-.PHONY: train test test-slow test-foreign test-versions test-other-version lint doctor bench clean
+.PHONY: train test test-slow test-parity test-foreign test-versions test-other-version lint doctor bench clean
 
 # ResNet-18 on handwritten digits: plain, jax.checkpoint, dafjax at 2 bits.
 train: $(VENV)/installed
@@ -17,7 +17,12 @@ test: $(VENV)/installed
 
 # Statistics with more draws, wheels, full-size models.
 test-slow: $(VENV)/installed
-	$(RUN) -m pytest -m "slow and not cuda"
+	$(RUN) -m pytest -m "slow and not cuda and not parity"
+
+# Models beside those of PyTorch `transformers`, in full size too.
+test-parity: $(VENV)/installed
+	$(RUN) -m pip install --quiet --editable '.[parity]'
+	$(RUN) -m pytest -m parity tests/models
 
 # The kernels under sanitizers, for NEON under qemu-user, for AVX-512 emulated.
 test-foreign: $(VENV)/installed
@@ -51,6 +56,8 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.transformer_memory --time --rss
 	$(RUN) -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16 \
 	  --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
+	$(RUN) -m benchmarks.transformer_memory --model roberta --vocabulary 50265 \
+	  --batch 8 --length 128 --lora-rank 8 --out benchmarks/results/roberta_memory.json
 	$(RUN) -m benchmarks.layer_growth
 	$(RUN) -m benchmarks.plan_bytes
 	$(RUN) -m benchmarks.importance

@@ -1,20 +1,25 @@
-"""Memory and time of the gradient of a GPT-2: method x scheduler, loop and scan.
+"""Memory and time of the gradient of a transformer: method x scheduler, loop and scan.
 
-Parameters are neither donated nor updated: gradients are results, so that temp is what
-the passes need besides. With `--lora-rank` only the adapters are differentiated.
+A GPT-2 learns to predict the next token, a RoBERTa to classify sequences, with dropout
+and a padding mask; both are measured with their embeddings and heads. Parameters are
+neither donated nor updated: gradients are results, so that temp is what the passes need
+besides. With `--lora-rank` only the adapters are differentiated, and RoBERTa's head.
 
 Examples:
     python -m benchmarks.transformer_memory
     python -m benchmarks.transformer_memory --scan True --time --rss
     python -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16
         --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
+    python -m benchmarks.transformer_memory --model roberta --vocabulary 50265
+        --batch 8 --length 128 --lora-rank 8
+        --out benchmarks/results/roberta_memory.json
 """
 
 import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +38,9 @@ from benchmarks.tables import (
     make_time_table,
 )
 from benchmarks.training import SCHEDULERS
-from models import memory
-from models.gpt2 import GPT2, GPT2Config
+from models import lora, losses, memory
+from models.gpt2 import GPT2, GPT2Config, next_token_loss
+from models.roberta import Roberta, RobertaConfig
 
 
 _LOSS_TOLERANCE = 1e-4
@@ -47,6 +53,8 @@ Record = dict[str, Any]
 class Options:
     """Options of the command line."""
 
+    model: Literal["gpt2", "roberta"] = "gpt2"
+    """The architecture."""
     layers: int = 12
     """Blocks."""
     width: int = 768
@@ -59,6 +67,8 @@ class Options:
     """Sequences."""
     length: int = 256
     """Tokens of a sequence."""
+    chunk: int = 0
+    """Positions whose logits GPT-2's loss makes at a time; 0: all logits at once."""
     lora_rank: int = 0
     """Rank of the adapters, everything else frozen; 0: all weights are trained."""
     scan: tuple[bool, ...] = (False, True)
@@ -78,7 +88,8 @@ class Options:
 
     def workload(self, name: str, scan: bool) -> "Workload":
         """Returns the gradient of the method `name`."""
-        config = GPT2Config(
+        make_config = GPT2Config if self.model == "gpt2" else RobertaConfig
+        config = make_config(
             num_layers=self.layers,
             width=self.width,
             num_heads=self.heads,
@@ -87,7 +98,7 @@ class Options:
             lora_rank=self.lora_rank,
         )
         method = make_method(name, bits=self.bits)
-        return Workload(method, config, self.batch, self.length)
+        return Workload(method, config, self.batch, self.length, self.chunk)
 
 
 @final
@@ -96,47 +107,85 @@ class Workload:
     """One method's loss and gradient."""
 
     method: Method
-    config: GPT2Config
+    config: GPT2Config | RobertaConfig
     batch: int
     length: int
+    chunk: int = 0
 
     @property
-    def loss(self) -> Callable[[ArrayTree, ArrayTree, jax.Array], jax.Array]:
-        """The mean cross-entropy of the next token, wrapped by the method.
+    def loss(self) -> Callable[..., jax.Array]:
+        """The mean loss, wrapped by the method.
 
-        A function of the trained and the frozen variables, and the tokens.
+        A function of the trained and the frozen variables, and of the batch.
         """
+        if isinstance(self.config, RobertaConfig):
+            return self.method.wrap_loss(self._classification)
+        if self.chunk:
+            return self.method.wrap_loss(self._chunked)
+        return self.method.wrap_loss(self._next_token)
+
+    def _next_token(
+        self, trained: ArrayTree, frozen: ArrayTree, tokens: jax.Array
+    ) -> jax.Array:
         model = GPT2(self.config, wrap_block=self.method.wrap_block)
-
-        def loss(trained: ArrayTree, frozen: ArrayTree, tokens: jax.Array) -> jax.Array:
-            logits = model.apply({**trained, **frozen}, tokens)
-            return jnp.mean(
-                optax.softmax_cross_entropy_with_integer_labels(
-                    logits[:, :-1], tokens[:, 1:]
-                )
+        logits = model.apply(lora.merge(trained, frozen), tokens)
+        return jnp.mean(
+            optax.softmax_cross_entropy_with_integer_labels(
+                logits[:, :-1], tokens[:, 1:]
             )
+        )
 
-        return self.method.wrap_loss(loss)
+    def _chunked(
+        self, trained: ArrayTree, frozen: ArrayTree, tokens: jax.Array
+    ) -> jax.Array:
+        model = GPT2(self.config, wrap_block=self.method.wrap_block)
+        variables = lora.merge(trained, frozen)
+        return next_token_loss(model, variables, tokens, chunk=self.chunk)
+
+    def _classification(
+        self,
+        trained: ArrayTree,
+        frozen: ArrayTree,
+        tokens: jax.Array,
+        labels: jax.Array,
+        key: jax.Array,
+    ) -> jax.Array:
+        model = Roberta(self.config, wrap_block=self.method.wrap_block)
+        logits = model.apply(
+            lora.merge(trained, frozen), tokens, train=True, rngs={"dropout": key}
+        )
+        return losses.sequence_loss(logits, labels)
 
     def init(self, key: jax.Array) -> tuple[ArrayTree, ArrayTree]:
         """Draws the trained and the frozen variables, equal for all methods."""
         tokens = jnp.zeros((1, 8), jnp.int32)
-        variables = GPT2(self.config).init(key, tokens)
-        trained = {self.config.trained: variables.pop(self.config.trained)}
-        return trained, variables
+        if isinstance(self.config, RobertaConfig):
+            variables = Roberta(self.config).init(key, tokens, train=False)
+        else:
+            variables = GPT2(self.config).init(key, tokens)
+        return lora.split(variables, self.config.trained)
 
-    def draw(self) -> tuple[ArrayTree, ArrayTree, jax.Array]:
+    def draw_batch(self) -> tuple[jax.Array, ...]:
+        """Draws what the loss reads beside variables, equal for all methods."""
+        shape = (self.batch, self.length)
+        key = jax.random.key(1)
+        if not isinstance(self.config, RobertaConfig):
+            return (jax.random.randint(key, shape, 0, self.config.vocabulary),)
+        tokens = jax.random.randint(key, shape, 3, self.config.vocabulary)
+        # From half the length to all of it, as batches of real sequences have it.
+        lengths = jnp.linspace(self.length // 2, self.length, self.batch).astype(int)
+        is_there = jnp.arange(self.length) < lengths[:, None]
+        tokens = jnp.where(is_there, tokens, self.config.padding)
+        return tokens, jnp.arange(self.batch) % self.config.num_labels, key
+
+    def draw(self) -> tuple[ArrayTree, ...]:
         """Draws the arguments of the loss, equal for all methods."""
-        tokens = jax.random.randint(
-            jax.random.key(1), (self.batch, self.length), 0, self.config.vocabulary
-        )
-        return *jax.jit(self.init)(jax.random.key(0)), tokens
+        return *jax.jit(self.init)(jax.random.key(0)), *self.draw_batch()
 
     def compile(self, *, scheduler: str = "default") -> jax.stages.Compiled:
         """Compiles loss and gradient."""
-        variables = jax.eval_shape(self.init, jax.random.key(0))
-        tokens = jax.ShapeDtypeStruct((self.batch, self.length), jnp.int32)
-        lowered = jax.jit(jax.value_and_grad(self.loss)).lower(*variables, tokens)
+        arguments = jax.eval_shape(self.draw)
+        lowered = jax.jit(jax.value_and_grad(self.loss)).lower(*arguments)
         return lowered.compile(
             compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]}
         )

@@ -9,7 +9,7 @@ from models.data import DataName
 from models.methods import Bits, MethodName, StoreName
 
 
-ModelName = Literal["resnet18", "resnet34"]
+ModelName = Literal["resnet18", "resnet34", "resnet50"]
 OptimizerName = Literal["sgd", "adamw"]
 ScheduleName = Literal["cosine", "constant"]
 

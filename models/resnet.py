@@ -27,12 +27,15 @@ class ResNetConfig:
         num_filters: Filters of the first stage. 64 is the width of the paper.
         stem: `"cifar"` is one 3x3 convolution that keeps the image size (section 4.2
             of the paper), `"imagenet"` a strided 7x7 convolution and a max-pool.
+        block: `"basic"` is two 3x3 convolutions, `"bottleneck"` one between two 1x1
+            that make it four times narrower than what passes between blocks (figure 5).
     """
 
     stage_sizes: tuple[int, ...]
     num_classes: int = 10
     num_filters: int = 64
     stem: Literal["cifar", "imagenet"] = "cifar"
+    block: Literal["basic", "bottleneck"] = "basic"
 
     def __post_init__(self) -> None:
         if not self.stage_sizes or min(self.stage_sizes) < 1:
@@ -51,6 +54,10 @@ class ResNetConfig:
         if self.stem not in ("cifar", "imagenet"):
             raise ValueError(
                 f"`stem` must be 'cifar' or 'imagenet', but got {self.stem!r}."
+            )
+        if self.block not in ("basic", "bottleneck"):
+            raise ValueError(
+                f"`block` must be 'basic' or 'bottleneck', but got {self.block!r}."
             )
 
 
@@ -101,8 +108,37 @@ class ResidualBlock(nn.Module):
         return nn.relu(x + y)
 
 
+class BottleneckBlock(nn.Module):
+    """A 3x3 convolution between two 1x1, and a shortcut (the paper's figure 5).
+
+    The 3x3 convolution has the stride, not the first 1x1 as in the paper: so it reads
+    every pixel, and so are the weights that are published.
+    """
+
+    num_filters: int
+    strides: int
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        # x: [batch, height, width, channels]
+        y = _conv(self.num_filters, 1, 1, "conv1")(x)
+        y = nn.relu(_batch_norm(self.train, "norm1")(y))
+        y = _conv(self.num_filters, 3, self.strides, "conv2")(y)
+        y = nn.relu(_batch_norm(self.train, "norm2")(y))
+        y = _conv(4 * self.num_filters, 1, 1, "conv3")(y)
+        y = _batch_norm(self.train, "norm3", scale_init=nn.initializers.zeros)(y)
+        if x.shape != y.shape:
+            x = _conv(4 * self.num_filters, 1, self.strides, "shortcut")(x)
+            x = _batch_norm(self.train, "shortcut_norm")(x)
+        return nn.relu(x + y)
+
+
 class ResNet(nn.Module):
-    """A residual network; its blocks are of class `wrap_block(ResidualBlock)`."""
+    """A residual network; its blocks are of class `wrap_block(ResidualBlock)`.
+
+    With `block="bottleneck"` they are of class `wrap_block(BottleneckBlock)`.
+    """
 
     config: ResNetConfig
     wrap_block: WrapBlock = no_wrapping
@@ -110,7 +146,8 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
         """Maps images [batch, height, width, channels] to logits [batch, classes]."""
-        block_class = self.wrap_block(ResidualBlock)
+        bottleneck = self.config.block == "bottleneck"
+        block_class = self.wrap_block(BottleneckBlock if bottleneck else ResidualBlock)
         x = self._stem(images, train)
         for stage, num_blocks in enumerate(self.config.stage_sizes):
             for index in range(num_blocks):
@@ -136,3 +173,4 @@ class ResNet(nn.Module):
 
 resnet18 = functools.partial(ResNetConfig, stage_sizes=(2, 2, 2, 2))
 resnet34 = functools.partial(ResNetConfig, stage_sizes=(3, 4, 6, 3))
+resnet50 = functools.partial(ResNetConfig, stage_sizes=(3, 4, 6, 3), block="bottleneck")

@@ -15,7 +15,11 @@ from models.optimizer import make_optimizer
 from models.run_directory import Record, RunDirectory
 
 
-MODELS = {"resnet18": resnet.resnet18, "resnet34": resnet.resnet34}
+MODELS = {
+    "resnet18": resnet.resnet18,
+    "resnet34": resnet.resnet34,
+    "resnet50": resnet.resnet50,
+}
 
 
 @dataclasses.dataclass(frozen=True)

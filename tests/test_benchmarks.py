@@ -408,6 +408,21 @@ def test_a_transformer_is_measured_and_checked(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_classifier_of_sequences_is_measured_and_checked(tmp_path):
+    out = tmp_path / "roberta.json"
+    size = {"layers": 2, "width": 64, "heads": 2, "vocabulary": 100, "length": 128}
+    options = {**size, "model": "roberta", "lora-rank": 4, "rounds": 1, "out": out}
+    arguments = [text for k, v in options.items() for text in (f"--{k}", str(v))]
+    transformer_memory.main(
+        [*arguments, "--time", "--scan", "True", "--methods", "save_all", "compress"]
+    )
+    result = json.loads(out.read_text())
+    ratios = {r["method"]: r["ratio"] for r in result["temp"]}
+    assert ratios["compress"] > 1.5 * ratios["save_all"] == 1.5
+    assert 0.01 < result["time"]["compress"]["errors"]["gradient"] < 1.5
+
+
+@pytest.mark.slow
 def test_a_step_with_a_pool_is_checked_and_measured(tmp_path):
     out = tmp_path / "pool.json"
     small = ["--width", "4", "--images", "8", "--layers", "2", "--length", "64"]

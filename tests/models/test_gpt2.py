@@ -12,7 +12,7 @@ import pytest
 
 import dafjax
 from dafjax.policies import CompressExpensive, SaveAll
-from models import gpt2
+from models import gpt2, lora
 from tests.helpers import relative_error
 
 
@@ -79,9 +79,46 @@ def make_loss(config):
     return loss
 
 
-def test_both_sizes_have_the_published_number_of_parameters():
+def test_all_sizes_have_the_published_number_of_parameters():
     assert num_variables(gpt2.gpt2_small()) == 124_439_808
     assert num_variables(gpt2.gpt2_medium()) == 354_823_168
+    assert num_variables(gpt2.gpt2_large()) == 774_030_080
+    assert num_variables(gpt2.gpt2_xl(scan_layers=True)) == 1_557_611_200
+
+
+@every_layout
+def test_bfloat16_is_close_and_keeps_weights_and_logits_in_float32(config, key, tokens):
+    variables = init(config, key, tokens)
+    half = dataclasses.replace(config, dtype=jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, variables, init(half, key, tokens))
+    logits = apply(half, variables, tokens)
+    assert logits.dtype == jnp.float32
+    assert 1e-4 < relative_error(logits, apply(config, variables, tokens)) < 0.05
+
+
+def test_the_loss_in_chunks_is_that_of_all_logits(key, tokens):
+    adapters, frozen = example(TINY, key, tokens)
+    variables = {"params": frozen, "lora": adapters}
+    weights = jnp.ones(tokens.shape)
+    model = gpt2.GPT2(TINY)
+    want = make_loss(TINY)(adapters, frozen, tokens)
+    for given in (None, weights):
+        got = gpt2.next_token_loss(model, variables, tokens, given, chunk=50)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    # What is cut off counts nothing, and is not read.
+    padded = gpt2.next_token_loss(
+        model,
+        variables,
+        jnp.pad(tokens, ((0, 0), (0, 4))),
+        jnp.pad(weights, ((0, 0), (0, 4))),
+        chunk=50,
+    )
+    np.testing.assert_allclose(padded, want, rtol=1e-5)
+
+
+def test_a_sequence_that_is_too_long_is_an_error(key):
+    with pytest.raises(ValueError, match=r"at most `context` \(32\).* but got 33"):
+        init(TINY, key, jnp.zeros((1, 33), int))
 
 
 def test_adapters_of_rank_8_are_a_third_of_a_percent():
@@ -199,11 +236,11 @@ def saved_in_the_last_block(lora_rank, *, width=64, policy=None):
     config = dataclasses.replace(TINY, context=256, lora_rank=lora_rank, width=width)
     tokens = jnp.zeros((4, config.context), jnp.int32)
     variables = gpt2.GPT2(config).init(jax.random.key(0), tokens)
-    trained = variables.pop(config.trained)
+    trained, frozen = lora.split(variables, config.trained)
 
     def loss(trained):
         model = gpt2.GPT2(config)
-        return jnp.sum(model.apply({**variables, config.trained: trained}, tokens))
+        return jnp.sum(model.apply(lora.merge(trained, frozen), tokens))
 
     wrapped = dafjax.remat_compress(loss, policy=policy)
     return collections.Counter(

@@ -43,9 +43,18 @@ def test_the_imagenet_resnet18_has_the_published_number_of_parameters():
     assert num_parameters(config) == 11_689_512
 
 
+def test_resnet50_has_the_published_number_of_parameters():
+    assert num_parameters(resnet.resnet50(num_classes=1000, stem="imagenet")) == (
+        25_557_032
+    )
+    # The stem is 7 680 less, the head 990 * 2 049.
+    assert num_parameters(resnet.resnet50()) == 23_520_842
+
+
+@pytest.mark.parametrize("make", [resnet.resnet18, resnet.resnet50])
 @pytest.mark.parametrize(("stem", "side"), [("cifar", 32), ("imagenet", 64)])
-def test_the_logits_have_one_row_per_image_and_one_column_per_class(stem, side):
-    config = resnet.resnet18(num_filters=8, num_classes=7, stem=stem)
+def test_the_logits_have_one_row_per_image_and_one_column_per_class(stem, side, make):
+    config = make(num_filters=8, num_classes=7, stem=stem)
     images = jax.ShapeDtypeStruct((3, side, side, 3), jnp.float32)
     logits, _ = jax.eval_shape(
         lambda key, x: resnet.ResNet(config).init_with_output(key, x, train=True),
@@ -62,6 +71,7 @@ def test_the_logits_have_one_row_per_image_and_one_column_per_class(stem, side):
         ({"num_filters": 0}, "`num_filters` must be at least 1, but got 0"),
         ({"num_classes": 0}, "`num_classes` must be at least 1, but got 0"),
         ({"stem": "large"}, "`stem` must be 'cifar' or 'imagenet', but got 'large'"),
+        ({"block": "wide"}, "`block` must be 'basic' or 'bottleneck', but got 'wide'"),
         ({"stage_sizes": ()}, "`stage_sizes` must hold at least one block"),
     ],
 )
