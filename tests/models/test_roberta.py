@@ -248,7 +248,7 @@ def test_training_lowers_the_loss_of_the_wrapped_model(key, tokens):
 
 
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["loop", "scan"])
-def test_the_gradient_of_adapters_needs_a_fifth_of_the_memory(scan_layers):
+def test_the_gradient_of_adapters_needs_a_quarter_of_the_memory(scan_layers):
     """An eighth to a twelfth in full size: `benchmarks/results/roberta_memory.json`."""
     config = roberta.RobertaConfig(
         num_layers=4,
@@ -272,7 +272,7 @@ def test_the_gradient_of_adapters_needs_a_fifth_of_the_memory(scan_layers):
         .temp_size_in_bytes
         for loss in (make_loss(config), dafjax.remat_compress(make_loss(config)))
     )
-    assert compressed < plain / 5
+    assert compressed < plain / 4
 
 
 def test_one_label_is_a_regression(key, tokens):
