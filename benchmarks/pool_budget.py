@@ -337,29 +337,25 @@ def plot(records: dict[str, Record], path: pathlib.Path) -> None:
     figure = Figure(figsize=(10, 4 * len(records)), layout="constrained")
     axes = figure.subplots(len(records), 2, squeeze=False)
     for (name, record), row in zip(records.items(), axes, strict=True):
-        for way, settings in record["ways"].items():
-            budgets = [r["budget_nbytes"] / 1e6 for r in settings]
-            for axis, figure_name, single in zip(
-                row, ("errors", "loss_gaps"), ("error", "loss_gap"), strict=True
-            ):
-                spread = [
-                    np.std(r[figure_name], ddof=1) / len(r[figure_name]) ** 0.5
-                    for r in settings
-                ]
+        for axis, samples, label in (
+            (row[0], "errors", "Error of the gradient / its norm"),
+            (row[1], "loss_gaps", "Error of the loss"),
+        ):
+            for way, settings in record["ways"].items():
+                table = np.array([r[samples] for r in settings])
+                if table.shape[1] < 2:
+                    continue
                 axis.errorbar(
-                    budgets,
-                    [r[single] for r in settings],
-                    yerr=spread,
+                    [r["budget_nbytes"] / 1e6 for r in settings],
+                    table.mean(axis=1),
+                    yerr=np.std(table, axis=1, ddof=1) / table.shape[1] ** 0.5,
                     label=way,
                     linewidth=1.2,
                     capsize=2,
                 )
-        for axis, label in zip(
-            row, ("Error of the gradient / its norm", "Error of the loss"), strict=True
-        ):
+                axis.legend()
             axis.set(xscale="log", yscale="log", xlabel="Budget (MB)", ylabel=label)
             axis.set_title(name)
-            axis.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

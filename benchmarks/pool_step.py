@@ -1,9 +1,9 @@
 """Memory and time of a step with residuals in a page pool, against arrays.
 
 Both keep the same residuals with the same bits: their gradients are equal, bit for bit.
-A pool whose program also measures how important residuals are, as it does where bits
-are allocated, keeps the same, too; what that costs is measured against the pool
-without. Its gradients are equal but for float rounding: XLA fuses differently.
+A pool whose program also measures how important residuals are, as where bits are
+allocated, keeps the same, too: what that costs is measured against the pool without.
+Its gradients are equal but for float rounding, because XLA fuses differently.
 
 Examples:
     python -m benchmarks.pool_step
