@@ -25,13 +25,22 @@ FULL = {
     "roberta_base": Case(roberta.roberta_base(dropout=0.0), batch=2, size=48),
     "gpt2_small": Case(gpt2.gpt2_small(scan_layers=True), batch=2, size=48),
     "resnet18": Case(
-        resnet.resnet18(num_classes=1000, stem="imagenet"), batch=4, size=128
+        resnet.resnet18(num_classes=1000, stem="imagenet"),
+        batch=4,
+        size=128,
+        double=True,
     ),
     "resnet34": Case(
-        resnet.resnet34(num_classes=1000, stem="imagenet"), batch=4, size=128
+        resnet.resnet34(num_classes=1000, stem="imagenet"),
+        batch=4,
+        size=128,
+        double=True,
     ),
     "resnet50": Case(
-        resnet.resnet50(num_classes=1000, stem="imagenet"), batch=4, size=128
+        resnet.resnet50(num_classes=1000, stem="imagenet"),
+        batch=4,
+        size=128,
+        double=True,
     ),
 }
 
@@ -59,13 +68,43 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, tmp_path):
 
     from tests.models import references
 
-    config = case.config
     # Other weights than those of the golden files.
-    model = references.make_model(config, case.seed + 100)
-    inputs = references.make_inputs(config, batch=case.batch, size=case.size, seed=100)
+    model = references.make_model(case.config, case.seed + 100)
+    inputs = references.make_inputs(
+        case.config, batch=case.batch, size=case.size, seed=100
+    )
     save_model(model, tmp_path / "model.safetensors")
-    variables = weights.load(tmp_path, config, abstract_variables(config))
-    want = references.ask(model, config, inputs)
+    want = references.ask(model, case.config, inputs)
+    value, logits, gradients = ours(case.config, tmp_path, inputs)
+    np.testing.assert_allclose(logits, want.logits, atol=1e-4)
+    np.testing.assert_allclose(value, want.loss, rtol=1e-4)
+    if case.double:
+        inputs = {name: in_double(x) for name, x in inputs.items()}
+        model.zero_grad()
+        want = references.ask(model.double(), case.config, inputs)
+        with jax.enable_x64(True):
+            _, _, gradients = ours(case.config, tmp_path, inputs)
+    assert set(gradients) == set(want.gradients)
+    scale = max(np.abs(x).max() for x in want.gradients.values())
+    for name, x in gradients.items():
+        check_gradient(name, x, want.gradients[name], scale=scale)
+
+
+def in_double(x):
+    """Returns the array, or its shape, in float64 if it is in float32."""
+    if x.dtype != np.float32:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, np.float64)
+    return x.astype(np.float64)
+
+
+def ours(config, folder, inputs):
+    """Returns loss, logits and gradients; in float64 if that is enabled."""
+    like = abstract_variables(config)
+    if jax.config.jax_enable_x64:
+        like = jax.tree.map(in_double, like)
+    variables = weights.load(folder, config, like)
     params = variables.pop("params")
 
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -73,13 +112,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, tmp_path):
         return loss_and_logits(config, {**variables, "params": params}, inputs)
 
     (value, logits), gradient = jax.jit(loss)(params)
-    np.testing.assert_allclose(logits, want.logits, atol=1e-4)
-    np.testing.assert_allclose(value, want.loss, rtol=1e-4)
-    got = gradients_by_tensor(config, gradient)
-    assert set(got) == set(want.gradients)
-    scale = max(np.abs(x).max() for x in want.gradients.values())
-    for name, x in got.items():
-        check_gradient(name, x, want.gradients[name], scale=scale)
+    return value, logits, gradients_by_tensor(config, gradient)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["loop", "scan"])
