@@ -13,7 +13,7 @@ train: $(VENV)/installed
 
 # Each process compiles on one core or so: two of them are 1.6 times faster than one.
 test: $(VENV)/installed
-	$(RUN) -m pytest --numprocesses 2 --dist loadgroup
+	$(RUN) -m pytest --numprocesses 2
 
 # Statistics with more draws, wheels, full-size models.
 test-slow: $(VENV)/installed

@@ -51,9 +51,10 @@ def adaptive_jit(
 
     Functions that are wrapped with equal targets share what the target gives. Residuals
     that enter gradients through an exponential have 8 bits, as always, within the
-    target; if the others then have less than 1 bit, the call raises a `ValueError`. As
-    with `jax.jit`, other shapes are another program; each has bits of its own, within
-    the target. Where XLA divides a program, the bytes of a `Budget` are those of all
+    target; if the others then have less than 1 bit, the call raises a `ValueError`.
+    Other nonlinear uses have 2 bits at least, as far as the target allows. As with
+    `jax.jit`, other shapes are another program; each has bits of its own, within the
+    target. Where XLA divides a program, the bytes of a `Budget` are those of all
     devices together; in a `jax.shard_map`, those of each.
 
     Args:
@@ -351,7 +352,7 @@ def _demand(uses: list[tuple[SiteFacts, int]]) -> Demand:
     return Demand(
         num_elements=sum(fact.num_elements * count for fact, count in uses),
         parameters_nbytes=sum(fact.parameters_nbytes * count for fact, count in uses),
-        minimum=max(fact.minimum for fact, _ in uses),
+        asked=max(fact.asked for fact, _ in uses),
         maximum=max(fact.maximum for fact, _ in uses),
     )
 

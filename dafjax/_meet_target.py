@@ -25,6 +25,8 @@ from dafjax.allocation import (
 # Other bits must be better by this much: what is measured varies from step to step.
 HYSTERESIS = 0.1
 
+_ALL = LADDER[-1]
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +36,13 @@ class Demand:
     Attributes:
         num_elements: Elements of all its residuals that are there at once.
         parameters_nbytes: Bytes of the scales and minima of their blocks.
-        minimum: The fewest bits that it must have.
-        maximum: The most.
+        asked: The bits that it would have if none were allocated.
+        maximum: The most that it may have.
     """
 
     num_elements: int
     parameters_nbytes: int
-    minimum: int
+    asked: int
     maximum: int
 
 
@@ -86,20 +88,19 @@ def first_bits(target: Target, demands: Demands) -> BitsBySite:
     if isinstance(target, NoiseCeiling):
         return _by_site(demands, [site.maximum for site in sites])
     budget = _budget(target, demands)
-    minima = [site.minimum for site in sites]
-    if num_bits(sites, minima) > budget:
+    fewest = [_ALL if site.minimum == _ALL else LADDER[0] for site in sites]
+    if num_bits(sites, fewest) > budget:
         raise ValueError(
             f"`remat_compress(bits={target!r})`: residuals in codes need at least "
-            f"{_amount(target, demands, minima)}. That is with 1 bit an element, and 8 "
+            f"{_amount(target, demands, fewest)}. That is with 1 bit an element, and 8 "
             "where gradients depend on it by way of an exponential, which makes large "
             "errors of small ones, or where a policy asked for as many. Give more."
         )
     for floor in reversed(LADDER):
-        bits = [min(floor, site.maximum) for site in sites]
-        fits = num_bits(sites, bits) <= budget
-        if fits and all(site.minimum <= floor for site in sites):
+        bits = [min(max(floor, site.minimum), site.maximum) for site in sites]
+        if num_bits(sites, bits) <= budget:
             return _by_site(demands, bits)
-    return _by_site(demands, allocate(sites, budget))
+    return _by_site(demands, _allocate(sites, budget))
 
 
 def better_bits(
@@ -132,7 +133,7 @@ def better_bits(
         saves = num_bits(sites, before) > (1 + HYSTERESIS) * num_bits(sites, after)
         changes = list(after) != before and (saves or not meets)
     else:
-        after = allocate(sites, _budget(target, demands))
+        after = _allocate(sites, _budget(target, demands))
         least = expected_variance(sites, after)
         changes = expected_variance(sites, before) > (1 + HYSTERESIS) * least
     return _by_site(demands, after) if changes else None
@@ -176,11 +177,34 @@ def _filled_in(
     }
 
 
+def _allocate(sites: Sequence[Site], budget: int) -> list[int]:
+    """Returns `allocate`'s bits; those that need all of them have them in any case."""
+    taken = sum(_ALL * site.num_elements for site in sites if site.minimum == _ALL)
+    others = [site for site in sites if site.minimum < _ALL]
+    bits = iter(allocate(others, budget - taken))
+    return [_ALL if site.minimum == _ALL else next(bits) for site in sites]
+
+
 def _sites(demands: Demands, importances: Mapping[int, float]) -> list[Site]:
     return [
-        Site(demand.num_elements, importances[site], demand.minimum, demand.maximum)
+        Site(
+            demand.num_elements,
+            importances[site],
+            _minimum(demand.asked),
+            demand.maximum,
+        )
         for site, demand in demands.items()
     ]
+
+
+def _minimum(asked: int) -> int:
+    """Returns the fewest bits of a site, by those that are asked for; as the pool's.
+
+    A request for 8 is met: with fewer, what an exponential is taken of ruins the
+    gradient. Others have half: more is asked for where a residual enters nonlinearly,
+    and importances, which are of first order, say too little there.
+    """
+    return _ALL if asked == _ALL else max(LADDER[0], asked // 2)
 
 
 def _by_site(demands: Demands, bits: Sequence[int]) -> BitsBySite:

@@ -17,16 +17,10 @@ from dafjax._call import StaticArguments, bind, positional_parameters, positions
 from dafjax._derivative import Options, with_compressed_residuals
 from dafjax._passes import Ties
 from dafjax._stand_in import current_stand_in
-from dafjax._targets import (
-    AverageBits,
-    Budget,
-    NoiseCeiling,
-    Target,
-    planned_bits,
-)
+from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target
 from dafjax._tracing import ClosedJaxpr, as_function, names_in, trace, trace_context
 from dafjax.policies import AbstractPolicy, CompressExpensive
-from dafjax.stores import AbstractStore, Arrays, PagePool
+from dafjax.stores import AbstractStore, Arrays
 
 
 def remat_compress(
@@ -114,10 +108,8 @@ def remat_compress(
     checked_store = _checked_store(store)
     if isinstance(bits, (AverageBits, Budget, NoiseCeiling)):
         checked_store = checked_store.allocate_for(bits)
-        planned = planned_bits(bits)
-        # A pool has what is said for all residuals until it allocates.
-        is_pool = isinstance(checked_store, PagePool)
-        bits = Bits() if is_pool else Bits(planned, nonlinear=planned)
+        # They hold until others are allocated, and tell which uses need more.
+        bits = Bits()
     options = Options(
         policy=_checked_policy(policy),
         bits=Bits() if bits is None else as_bits(bits, "remat_compress(bits=...)"),

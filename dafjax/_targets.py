@@ -119,20 +119,6 @@ class NoiseCeiling:
 Target: TypeAlias = AverageBits | Budget | NoiseCeiling
 
 
-def planned_bits(target: Target) -> int:
-    """Returns the bits that residuals are planned with where bits are allocated.
-
-    They hold until others are: a store that knows sizes only when a program has been
-    traced needs some to trace it with.
-    """
-    match target:
-        case AverageBits(bits):
-            return max(choice for choice in (1, 2, 4, 8) if choice <= bits)
-        case NoiseCeiling():
-            return 4
-    return 2
-
-
 def as_number(target: Target | None) -> tuple[str, float]:
     """Returns the kind of a target and its value, as the compiled library has them."""
     match target:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models.lora import LoRA, check_rank
+from models.checks import check_transformer
+from models.lora import LoRA
 from models.losses import chunked_cross_entropy, tied_logits
 from models.wrapping import WrapBlock, no_wrapping
 
@@ -49,17 +50,7 @@ class GPT2Config:
     dtype: DTypeLike = jnp.float32
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "width", "num_heads", "vocabulary", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"`{name}` must be at least 1, but got {getattr(self, name)}."
-                )
-        if self.width % self.num_heads != 0:
-            raise ValueError(
-                f"`width` must be a multiple of `num_heads`, but got {self.width} and "
-                f"{self.num_heads}."
-            )
-        check_rank(self.lora_rank)
+        check_transformer(self)
 
     @property
     def trained(self) -> tuple[str, ...]:

@@ -55,12 +55,6 @@ class LoRA(nn.Module):
         return (x @ factor_a) @ factor_b * (self.alpha / self.rank)
 
 
-def check_rank(rank: int) -> None:
-    """Raises `ValueError` if a configuration's `lora_rank` is negative."""
-    if rank < 0:
-        raise ValueError(f"`lora_rank` must not be negative, but got {rank}.")
-
-
 def split(
     variables: Variables, trained: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from models.checks import check_sizes
 from models.wrapping import WrapBlock, no_wrapping
 
 
@@ -43,14 +44,7 @@ class ResNetConfig:
                 "`stage_sizes` must hold at least one block for each stage, but got "
                 f"{self.stage_sizes}."
             )
-        if self.num_filters < 1:
-            raise ValueError(
-                f"`num_filters` must be at least 1, but got {self.num_filters}."
-            )
-        if self.num_classes < 1:
-            raise ValueError(
-                f"`num_classes` must be at least 1, but got {self.num_classes}."
-            )
+        check_sizes(self, "num_filters", "num_classes")
         if self.stem not in ("cifar", "imagenet"):
             raise ValueError(
                 f"`stem` must be 'cifar' or 'imagenet', but got {self.stem!r}."

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models.lora import LoRA, check_rank
+from models.checks import check_sizes, check_transformer
+from models.lora import LoRA
 from models.wrapping import WrapBlock, no_wrapping
 
 
@@ -56,22 +57,12 @@ class RobertaConfig:
     dtype: DTypeLike = jnp.float32
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "width", "num_heads", "num_labels", "vocabulary")
-        for name in (*sizes, "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"`{name}` must be at least 1, but got {getattr(self, name)}."
-                )
-        if self.width % self.num_heads != 0:
-            raise ValueError(
-                f"`width` must be a multiple of `num_heads`, but got {self.width} and "
-                f"{self.num_heads}."
-            )
+        check_transformer(self)
+        check_sizes(self, "num_labels")
         if not 0 <= self.dropout < 1:
             raise ValueError(
                 f"`dropout` must be from 0 to below 1, but got {self.dropout}."
             )
-        check_rank(self.lora_rank)
 
     @property
     def num_positions(self) -> int:

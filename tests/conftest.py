@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator
 
 
 # Before JAX is imported: the number of devices is fixed when its backend starts.
@@ -38,6 +39,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def key(request: pytest.FixtureRequest) -> jax.Array:
     """A PRNG key that depends on the test's name alone."""
     return jax.random.key(_number(request))
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """For modules that run Optax, which mixes dtypes on purpose."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture

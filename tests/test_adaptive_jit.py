@@ -31,7 +31,7 @@ SIZE = WIDTH * ROWS
 def two_branches(params, x, weights):
     """Two products whose gradients matter as much as they weigh."""
     return sum(
-        weight * jnp.mean(jnp.sin(x @ w) ** 2)
+        weight * jnp.mean((x @ w) ** 2)
         for w, weight in zip(params, weights, strict=True)
     )
 
@@ -193,6 +193,21 @@ class TestWhetherItIsWorthIt:
         ):
             target = dafjax.NoiseCeiling(ceiling)
             assert better_bits(target, demands, {1: now}, measured) == expected
+
+    def test_other_nonlinear_uses_have_two_bits_as_far_as_they_fit(self):
+        asked = {1: 8, 2: 4, 3: 4, 4: 2}
+        demands = {site: Demand(1000, 0, bits, 8) for site, bits in asked.items()}
+        measured = Measured({1: 1e-9, 2: 1e-3, 3: 1.0, 4: 1e-2}, 1.0)
+        for average, expected in (
+            (14 / 4, (8, 2, 2, 2)),
+            (13 / 4, (8, 2, 2, 1)),
+            (12 / 4, (8, 1, 2, 1)),
+            (11 / 4, (8, 1, 1, 1)),
+        ):
+            target = dafjax.AverageBits(average)
+            now = first_bits(target, demands)
+            better = better_bits(target, demands, now, measured)
+            assert tuple((better or now).values()) == expected
 
     def test_minima_are_kept(self):
         demands = {1: Demand(1000, 0, 8, 8), 2: Demand(3000, 0, 1, 8)}
@@ -482,7 +497,7 @@ class TestScans:
         def loss(w, v, x):
             y = jnp.sin(x @ v[0])
             y, _ = jax.lax.scan(lambda y, w: (jnp.sin(y @ w), None), y, w)
-            return 1e-2 * jnp.mean(y**2) + jnp.mean(jnp.sin(x @ v[1]) ** 2)
+            return 1e-2 * jnp.mean(y**2) + jnp.mean((x @ v[1]) ** 2)
 
         gradient = jax.grad(wrapped(loss, dafjax.AverageBits(2.5)), argnums=(0, 1))
         step = dafjax.adaptive_jit(gradient)
@@ -533,8 +548,8 @@ class TestMeasures:
 
     def test_they_are_those_of_a_pool(self, example):
         arguments = (*example, WEIGHTS)
-        # The bits that a pool begins with: nothing here is linear.
-        step = adaptive_gradient(two_branches, dafjax.AverageBits(4))
+        # The bits that a pool begins with: all is linear here.
+        step = adaptive_gradient(two_branches, dafjax.AverageBits(2))
         jax.block_until_ready(step(*arguments))
         (program,) = step._programs.values()
         taken = program.ledger.take()
@@ -622,13 +637,11 @@ class TestWhereElse:
         run(step, (state, example[1]), 3)
         assert step.bits
 
-    def test_residuals_are_listed_with_the_bits_of_the_beginning(self, example):
+    def test_residuals_are_listed_with_bits_as_if_none_were_allocated(self, example):
         loss = wrapped(relu_loss, dafjax.AverageBits(4))
         plan = dafjax.saved_residuals(loss, *example)
-        assert "4 bits" in str(plan)
-        assert plan == dafjax.saved_residuals(
-            wrapped(relu_loss, dafjax.Bits(4, 4)), *example
-        )
+        assert "2 bits" in str(plan)
+        assert plan == dafjax.saved_residuals(wrapped(relu_loss, 2), *example)
         # Nothing of that is found where bits must be allocated.
         with pytest.raises(ValueError, match="adaptive_jit"):
             jax.grad(loss)(*example)

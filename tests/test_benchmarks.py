@@ -48,6 +48,9 @@ from dafjax.codecs import Affine, Bitmask
 from models.resnet import ResNetConfig
 
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
 PROGRAMS = (
     "step_memory",
     "codec_throughput",
@@ -66,13 +69,6 @@ PROGRAMS = (
     "nonlinear_minima",
     "bit_allocation",
 )
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    # Optax mixes dtypes on purpose; strictness is for the library.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture

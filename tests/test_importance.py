@@ -12,10 +12,7 @@ from benchmarks.importance import Gradient
 from dafjax._importance import sample_moments
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.mark.parametrize("model", ["resnet18", "gpt2"])

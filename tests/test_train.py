@@ -30,14 +30,10 @@ from models.checkpoints import Checkpoints
 from models.config import TrainConfig
 
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    # Optax mixes dtypes on purpose; strictness is for the library.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def load_few(name, **options):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dafjax._bits_in_force import BitsInForce, bits_in_force
 from dafjax._native import ledger_note, pool_hash
-from dafjax._targets import Target, planned_bits
+from dafjax._targets import Target
 from dafjax._typing import Array, ArrayTree, Like
 from dafjax.codecs import AbstractCodec, Affine, PackedAffine
 from dafjax.stores._abstract import AbstractStore
@@ -30,7 +30,7 @@ class SiteFacts:
         bits: Those that it has in the program that tells this.
         num_elements: Elements that one forward pass packs, padding included.
         parameters_nbytes: Bytes of the scales and minima of its blocks.
-        minimum: The fewest bits that it must have.
+        asked: Those that it would have if none were allocated.
         maximum: The most that make it smaller than it was.
     """
 
@@ -39,7 +39,7 @@ class SiteFacts:
     bits: int
     num_elements: int
     parameters_nbytes: int
-    minimum: int
+    asked: int
     maximum: int
 
 
@@ -51,12 +51,12 @@ class AdaptiveAffine(AbstractCodec):
     Args:
         affine: The code.
         site: The name of what is packed.
-        minimum: The fewest bits that it must have.
+        asked: The bits that it would have if none were allocated.
     """
 
     affine: Affine
     site: str
-    minimum: int
+    asked: int
 
     @property
     def is_exact(self) -> bool:
@@ -101,8 +101,8 @@ class AdaptiveAffine(AbstractCodec):
             bits=self.affine.bits,
             num_elements=8 * of_a_bit,
             parameters_nbytes=nbytes[1] - of_a_bit,
-            minimum=self.minimum,
-            maximum=max(fitting, default=self.minimum),
+            asked=self.asked,
+            maximum=max(fitting, default=self.asked),
         )
 
 
@@ -132,13 +132,10 @@ class Adaptive(AbstractStore):
         if not isinstance(codec, Affine) or codec.bits not in _LADDER:
             return codec
         allocated = self._in_force().bits.get(site_number(site, self.target))
-        planned = planned_bits(self.target)
         return AdaptiveAffine(
             codec if allocated is None else dataclasses.replace(codec, bits=allocated),
             site=site,
-            # What enters through an exponential, or was given more by a policy. With
-            # fewer bits attention that is recomputed gives NaN.
-            minimum=codec.bits if codec.bits > planned else 1,
+            asked=codec.bits,
         )
 
     def measures(self, codec: AbstractCodec) -> bool:

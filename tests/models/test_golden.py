@@ -15,16 +15,12 @@ from tests.models.cases import CASES, abstract_variables, loss_and_logits
 from tests.models.parity import check_gradient, gradients_by_tensor, spread
 
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
 FOLDER = pathlib.Path(__file__).parent / "golden"
 
 every_case = pytest.mark.parametrize("name", CASES)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    # Optax mixes dtypes on purpose; strictness is for the library.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def layouts(name):

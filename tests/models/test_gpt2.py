@@ -16,6 +16,9 @@ from models import gpt2, lora
 from tests.helpers import relative_error
 
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
 TINY = gpt2.GPT2Config(
     num_layers=2, width=64, num_heads=4, vocabulary=50, context=32, lora_rank=4
 )
@@ -24,13 +27,6 @@ LAYOUTS = [
     pytest.param(dataclasses.replace(TINY, scan_layers=True), id="scan"),
 ]
 every_layout = pytest.mark.parametrize("config", LAYOUTS)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    # Optax mixes dtypes on purpose; strictness is for the library.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture

@@ -46,10 +46,3 @@ def test_an_adapter_computes_in_its_dtype_and_keeps_its_factors_in_float32(key):
     variables = adapter.init(key, x)
     assert adapter.apply(variables, x).dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
-
-
-def test_a_negative_rank_is_an_error():
-    with pytest.raises(
-        ValueError, match="`lora_rank` must not be negative, but got -1"
-    ):
-        lora.check_rank(-1)

@@ -11,11 +11,7 @@ from models import losses
 from tests.helpers import relative_error
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    # Optax mixes dtypes on purpose; strictness is for the library.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def problem(key, *, batch=3, length=7, width=16, vocabulary=50, dtype="float32"):

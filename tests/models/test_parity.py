@@ -19,7 +19,7 @@ from tests.models.cases import CASES, Case, abstract_variables, loss_and_logits
 from tests.models.parity import check_gradient, gradients_by_tensor
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("standard_promotion")]
 
 FULL = {
     "roberta_base": Case(roberta.roberta_base(dropout=0.0), batch=2, size=48),
@@ -43,13 +43,6 @@ FULL = {
         double=True,
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    # Optax mixes dtypes on purpose; strictness is for the library.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ struct Target {
 
   // What the sites take that are not allocated for, and what all take together.
   struct Taken {
-    // Of sites whose bits are set.
+    // Of sites whose bits are set, and that ask for 8.
     int64_t bits = 0;
     double variance = 0;
     // Of all sites.
@@ -31,8 +31,8 @@ struct Target {
   };
 
   // Bits of the sites that are allocated for: their minima where the target cannot be met,
-  // not even with 1 bit each. Throws std::bad_alloc. `gradient_energy` is the squared norm of the gradient; 0 if it
-  // is unknown.
+  // not even with 1 bit each. `gradient_energy` is the squared norm of the gradient; 0 if
+  // it is unknown. Throws std::bad_alloc.
   std::vector<int> Meet(const std::vector<SiteDemand>& demands, const Taken& taken,
                         double gradient_energy) const {
     if (kind == kRelativeVariance) {
