@@ -428,7 +428,8 @@ COMPOSITIONS = {
     ),
     "of norms in jax.checkpoint": Composition(
         of_loop(functools.partial(blocks_loss, block=jax.checkpoint(norm_layer))),
-        temp=0.21,
+        # 0.18 on jax 0.10; 0.26 on 0.9, where the plain loss needs less.
+        temp=0.28,
         plain=of_loop(functools.partial(blocks_loss, block=norm_layer)),
     ),
     "donated": Composition(donated, temp=0.4),

@@ -64,6 +64,22 @@ def test_linear_uses_have_the_base_bits(name, weights, x):
     assert bits_of(f, weights, x) == [2]
 
 
+def first_power(y):
+    return jax.lax.integer_pow_p.bind(y, y=1)
+
+
+@pytest.mark.parametrize("factor", [lambda y: y, first_power])
+def test_a_first_power_is_the_value_itself(factor, weights, x):
+    """As jax 0.9 writes the derivative of a square."""
+
+    @jax.custom_vjp
+    def half_square(y):
+        return y**2 / 2
+
+    half_square.defvjp(lambda y: (half_square(y), y), lambda y, g: (g * factor(y),))
+    assert bits_of(lambda w, x: jnp.sum(half_square(x @ w)), weights, x) == [2]
+
+
 @pytest.mark.parametrize("name", NONLINEAR)
 @pytest.mark.parametrize(("bits", "more"), [(1, 2), (2, 4), (4, 8), (8, 8)])
 def test_nonlinear_uses_have_twice_the_bits(name, bits, more, weights, x):

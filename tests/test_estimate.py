@@ -346,7 +346,8 @@ def test_more_fits_with_dafjax():
     fit = functools.partial(
         dafjax.fit_batch, step, mlp_example, "16MiB", multiple_of=64
     )
-    assert fit().batch > 1.5 * fit(method="plain").batch
+    # On jax 0.9 by a factor of 1.44, on 0.10 by 1.53.
+    assert fit().batch > 1.4 * fit(method="plain").batch
 
 
 def test_no_batch_above_the_largest_is_tried():
