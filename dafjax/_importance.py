@@ -58,10 +58,8 @@ class Moments(NamedTuple):
 
 def sample_moments(x: jax.Array) -> Moments:
     """Returns moments of some thousand elements, evenly spread."""
-    flat = x.reshape(-1)
-    # Odd, so that it is in step with no dimension that is a power of two.
-    stride = max(1, flat.size // _SAMPLES) | 1
-    sample = flat[::stride]
+    x = jnp.atleast_1d(x)
+    sample = x[tuple(slice(stride // 2, None, stride) for stride in _strides(x.shape))]
     if jnp.iscomplexobj(sample):
         sample = jnp.abs(sample)
     sample = sample.astype(jnp.float32)
@@ -70,7 +68,30 @@ def sample_moments(x: jax.Array) -> Moments:
     return Moments(jnp.mean(sample * sample), jnp.mean((sample - mean) ** 2))
 
 
-_SAMPLES = 8192
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Returns how far apart samples are, dimension by dimension.
+
+    Odd numbers, in step with no power of two. Along each dimension, not along the
+    flattened array, where XLA would divide for the place of every element. Mostly along
+    the last one: channels differ more than places and examples do.
+    """
+    strides = [1] * len(shape)
+
+    def num_samples(dimension: int) -> int:
+        return -(-shape[dimension] // strides[dimension])
+
+    def widen(dimensions: Sequence[int], most: int) -> None:
+        while math.prod(map(num_samples, dimensions)) > most:
+            strides[max(dimensions, key=num_samples)] += 2
+
+    *leading, last = range(len(shape))
+    widen([last], _CHANNELS)
+    widen(leading, max(1, _SAMPLES // num_samples(last)))
+    return strides
+
+
+_SAMPLES = 4096
+_CHANNELS = 128
 
 # So many times smaller, a value is a statistic of what it is made of.
 _MANY = 16

@@ -159,6 +159,37 @@ def test_a_budget_in_bytes_is_met(pool, example):
         assert 0.5 * nbytes < pool.stats().live_nbytes <= nbytes
 
 
+@pytest.mark.parametrize("pages", [2, 3, 4])
+@pytest.mark.parametrize("rest", [0, 30_000, 60_000])
+def test_what_fits_the_pages_of_a_budget_is_not_evicted(pool, key, pages, rest):
+    """Many residuals, each smaller than a page."""
+    keys = jax.random.split(key, 17)
+    params = [jax.random.normal(k, (64, 64)) / 6 for k in keys[1:]]
+    budget = dafjax.Budget(65536 * pages + rest)
+    wrapped = dafjax.remat_compress(relu_loss, bits=budget, store=pool)
+    pool.budget = budget.nbytes
+    step = jax.jit(jax.grad(wrapped))
+    run(step, (params, jax.random.normal(keys[0], (256, 64))), 8)
+    before = pool.stats().evictions
+    run(step, (params, jax.random.normal(keys[0], (256, 64))))
+    assert pool.stats().evictions == before
+    assert pool.stats().live_nbytes > 65536 * (pages - 1)
+
+
+def test_what_is_evicted_does_not_count_as_room(pool, example):
+    wrapped = dafjax.remat_compress(relu_loss, bits=dafjax.Budget("576KiB"), store=pool)
+    step = jax.jit(jax.grad(wrapped))
+    pool.budget = "576KiB"
+    run(step, example)
+    pool.set_bits("*", 8)
+    run(step, example)
+    before = pool.stats().evictions
+    assert before > 0
+    pool.set_bits("*", None)
+    run(step, example)
+    assert pool.stats().evictions == before
+
+
 def test_a_budget_is_of_what_is_held_at_once(example):
     params, x = example
     micro_batches = x.reshape(4, 256, 64)

@@ -625,6 +625,12 @@ void TestImportances() {
   CHECK(pool.Snapshot().sites[1].importance == 8.0);
   pool.AddImportance(1, 16.0);
   CHECK(pool.Snapshot().sites[1].importance == 9.0);
+  // Far above the mean, it counts as 8 times that.
+  pool.AddImportance(1, 1e27);
+  CHECK(pool.Snapshot().sites[1].importance == 9.0 + 7 * 9.0 / 8);
+  pool.SetImportance(1, 0);
+  pool.AddImportance(1, 80.0);
+  CHECK(pool.Snapshot().sites[1].importance == 10.0);
   pool.SetImportance(1, std::numeric_limits<double>::max());
   CHECK(pool.Snapshot().sites[1].importance == std::numeric_limits<double>::max());
   CHECK(Store(&pool, {{2, 0}, 1, {10, 8, 8}, 1}, &handle).ok());

@@ -19,14 +19,12 @@ class Gradient {
   // The execution is over.
   void Settle() {
     if (sum_ == 0) return;
-    energy_ += (energy_ == 0 ? 1.0 : kWeight) * (sum_ - energy_);
+    energy_ = energy_ == 0 ? sum_ : RunningMean(energy_, sum_);
     sum_ = 0;
   }
   double energy() const { return energy_; }
 
  private:
-  static constexpr double kWeight = 1.0 / 8;
-
   double sum_ = 0;
   double energy_ = 0;
 };

@@ -33,7 +33,7 @@ class Observer {
     site.bits = bits;
     site.max_bits = max_bits;
     site.tiles += entry.num_tiles;
-    site.metadata_nbytes += entry.metadata.nbytes;
+    site.metadata_nbytes += entry.metadata.HeldNbytes();
     site.tile_bits_put += entry.num_tiles * entry.bits_put;
     site.tile_bits_kept += entry.num_tiles * entry.bits_kept;
   }
@@ -53,6 +53,7 @@ class Observer {
     stats_.bytes.Remove(nbytes);
     stats_.degraded_nbytes += nbytes;
     ++stats_.evictions;
+    put_nbytes_ -= nbytes;
     SiteCounts& site = entry.site->counts;
     ++site.evictions;
     if (site.run_id == entry.execution.run_id) {
@@ -93,7 +94,7 @@ class Observer {
   }
 
   Stats stats_;
-  // Of one execution of a program.
+  // Of one execution of a program, without what was evicted since.
   int64_t put_nbytes_ = 0;
   int64_t peak_live_nbytes_ = 0;
 };

@@ -1,6 +1,7 @@
 #ifndef DAFJAX_POOL_SITES_H_
 #define DAFJAX_POOL_SITES_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <unordered_map>
@@ -55,13 +56,20 @@ struct Site {
   SiteCounts counts;
 };
 
+// The mean of about eight executions, one more counted in. Of a sample far above the mean
+// little counts: an execution that noise has spoiled would outweigh hundreds of others.
+inline double RunningMean(double mean, double sample) {
+  constexpr double kWeight = 1.0 / 8;
+  constexpr double kMost = 8;
+  const double counted = mean > 0 ? std::min(sample, kMost * mean) : sample;
+  return mean + kWeight * (counted - mean);
+}
+
 // Settings of sites. What is set holds after Apply().
 //
 // Invariant: importances are finite and not negative.
 class Sites {
  public:
-  static constexpr double kSampleWeight = 1.0 / 8;
-
   // Throws std::bad_alloc with nothing changed.
   Site& Get(SiteId id) { return sites_[id]; }
 
@@ -77,7 +85,7 @@ class Sites {
   bool AddImportance(SiteId id, double sample) {
     if (!IsImportance(sample)) return false;
     SiteSettings& next = Get(id).next;
-    next.importance += (next.known ? kSampleWeight : 1.0) * (sample - next.importance);
+    next.importance = next.known ? RunningMean(next.importance, sample) : sample;
     next.known = true;
     changed_ = true;
     return true;

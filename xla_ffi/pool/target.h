@@ -2,10 +2,12 @@
 #define DAFJAX_POOL_TARGET_H_
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
 #include "pool/allocation.h"
+#include "pool/tables.h"
 
 namespace dafjax::pool {
 
@@ -41,7 +43,7 @@ struct Target {
     const double all =
         kind == kAverageBits
             ? value * static_cast<double>(taken.num_elements)
-            : 8 * (kShare * value / taken.held_share -
+            : 8 * (Usable(value) / taken.held_share -
                    static_cast<double>(taken.metadata_nbytes));
     const double bits = all - static_cast<double>(taken.bits);
     constexpr double kMost = 0x1p62;
@@ -51,8 +53,14 @@ struct Target {
   }
 
  private:
-  // The rest is for what the ends of planes round up to.
-  static constexpr double kShare = 0.98;
+  // Of so many bytes, those that codes and metadata can have: whole pages; of the one that
+  // the last ends of planes share, half; and of all the rest a little, where other ends
+  // leave pages in part.
+  static double Usable(double nbytes) {
+    constexpr double kShare = 0.98;
+    const auto page = static_cast<double>(kPageNbytes);
+    return kShare * page * std::max(0.0, std::floor(nbytes / page) - 0.5);
+  }
 
   static int64_t Least(const std::vector<SiteDemand>& demands) {
     int64_t bits = 0;
