@@ -160,19 +160,25 @@ def test_a_budget_in_bytes_is_met(pool, example):
 
 
 @pytest.mark.parametrize("pages", [2, 3, 4])
-@pytest.mark.parametrize("rest", [0, 30_000, 60_000])
-def test_what_fits_the_pages_of_a_budget_is_not_evicted(pool, key, pages, rest):
-    """Many residuals, each smaller than a page."""
+@pytest.mark.parametrize("rest", [0, 60_000])
+@pytest.mark.parametrize(
+    "target",
+    [dafjax.Budget("1MiB"), dafjax.AverageBits(8), dafjax.NoiseCeiling(1e-9)],
+    ids=str,
+)
+def test_with_a_target_nothing_is_evicted(pool, key, pages, rest, target):
+    """Bits are allocated for the pages of the pool's budget, whatever the target."""
+    # Many residuals, each smaller than a page.
     keys = jax.random.split(key, 17)
     params = [jax.random.normal(k, (64, 64)) / 6 for k in keys[1:]]
-    budget = dafjax.Budget(65536 * pages + rest)
-    wrapped = dafjax.remat_compress(relu_loss, bits=budget, store=pool)
-    pool.budget = budget.nbytes
+    wrapped = dafjax.remat_compress(relu_loss, bits=target, store=pool)
+    pool.budget = 65536 * pages + rest
     step = jax.jit(jax.grad(wrapped))
     run(step, (params, jax.random.normal(keys[0], (256, 64))), 8)
-    before = pool.stats().evictions
+    before = pool.stats()
     run(step, (params, jax.random.normal(keys[0], (256, 64))))
-    assert pool.stats().evictions == before
+    assert pool.stats().evictions == before.evictions
+    assert pool.stats().degraded_nbytes == before.degraded_nbytes
     assert pool.stats().live_nbytes > 65536 * (pages - 1)
 
 
@@ -256,8 +262,8 @@ def test_nan_never_enters(pool, example):
     wrapped = dafjax.remat_compress(relu_loss, bits=dafjax.AverageBits(2), store=pool)
     step = jax.jit(jax.grad(wrapped))
     run(step, example)
-    run(step, (params, x.at[0, 0].set(jnp.nan)))
-    run(step, (params, x.at[0, 0].set(jnp.inf)))
+    run(step, (params, x.at[:, 0].set(jnp.nan)))
+    run(step, (params, x.at[:, 0].set(jnp.inf)))
     run(step, example)
     stats = pool.stats()
     assert stats.refused_importances > 0

@@ -24,7 +24,9 @@ class PagePool(AbstractStore):
     Bits are run-time data: neither a new budget nor other bits compile anything anew.
     When the budget leaves no room, the least important residual loses its last plane
     (8, 4, 2, 1 bit, at the end its block means), and the step goes on. Residuals whose
-    codec has 8 bits lose theirs after all others.
+    codec has 8 bits lose theirs after all others. Importances are measured by programs
+    that are traced while the pool has a budget or a target; to others, residuals of the
+    same size matter alike.
 
     Residuals live until the execution that put them is over; their pages are then
     reused. A gradient that is computed in another execution than its forward pass may
@@ -166,7 +168,9 @@ class PagePool(AbstractStore):
         return self
 
     def measures(self, codec: AbstractCodec) -> bool:
-        return self._target is not None and isinstance(codec, PooledAffine)
+        # Importances name what is evicted, too.
+        matters = self._target is not None or self.budget is not None
+        return matters and isinstance(codec, PooledAffine)
 
     def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> None:
         # Found when the residual is put.

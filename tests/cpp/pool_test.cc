@@ -828,7 +828,6 @@ void TestForkedChildrenStartEmpty() {
     CHECK(!(own == handle));
     CHECK(Load(pool.get(), put, own) == 8);
     // The target holds, as soon as something is known to allocate for.
-    CHECK(pool->allocates());
     pool->SetImportance(1, 1.0);
     for (const int64_t run : {2, 3}) {
       CHECK(Store(pool.get(), {{run, 0}, 1, {100, 8, 100}, 1}, &own).ok());

@@ -49,12 +49,6 @@ std::vector<Step> StepsFrom(const std::vector<SiteDemand>& demands,
   return steps;
 }
 
-int64_t NumBits(const std::vector<SiteDemand>& demands, const std::vector<int>& bits) {
-  int64_t sum = 0;
-  for (size_t s = 0; s < demands.size(); ++s) sum += demands[s].num_elements * bits[s];
-  return sum;
-}
-
 // Takes steps upwards, those that save most for a bit first, while they fit.
 std::vector<int> Raised(const std::vector<SiteDemand>& demands, std::vector<int> bits,
                         int64_t budget) {
@@ -79,6 +73,12 @@ std::vector<int> Lowest(const std::vector<SiteDemand>& demands, int64_t budget) 
 }
 
 }  // namespace
+
+int64_t NumBits(const std::vector<SiteDemand>& demands, const std::vector<int>& bits) {
+  int64_t sum = 0;
+  for (size_t s = 0; s < demands.size(); ++s) sum += demands[s].num_elements * bits[s];
+  return sum;
+}
 
 std::vector<int> Minima(const std::vector<SiteDemand>& demands) {
   std::vector<int> bits;

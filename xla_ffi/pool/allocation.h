@@ -15,6 +15,9 @@ struct SiteDemand {
   int maximum = 8;
 };
 
+// The bits of all codes.
+int64_t NumBits(const std::vector<SiteDemand>& demands, const std::vector<int>& bits);
+
 std::vector<int> Minima(const std::vector<SiteDemand>& demands);
 
 // Bits (1, 2, 4 or 8) with the least sum of importance / (2^bits - 1)^2 such that the

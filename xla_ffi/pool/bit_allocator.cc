@@ -45,7 +45,8 @@ int MinimumOf(const SiteCounts& counts) { return std::max(1, counts.bits / 2); }
 
 }  // namespace
 
-void BitAllocator::Allocate(int64_t run_id, double held, Sites* sites) noexcept {
+void BitAllocator::Allocate(int64_t run_id, double held, int64_t room,
+                            Sites* sites) noexcept {
   gradient_.Settle();
   expected_variance_ = 0;
   const bool allocates = target_.kind != Target::kNone;
@@ -80,7 +81,7 @@ void BitAllocator::Allocate(int64_t run_id, double held, Sites* sites) noexcept 
     }
     if (allocates) {
       const std::vector<int> bits =
-          target_.Meet(demands, taken, gradient_.energy());
+          target_.Meet(demands, taken, room, gradient_.energy());
       for (size_t i = 0; i < free.size(); ++i) free[i]->allocated_bits = bits[i];
       expected_variance_ = ExpectedVariance(demands, bits);
     }

@@ -36,9 +36,9 @@ class BitAllocator {
   void NoteGradient(double energy) { gradient_.Add(energy); }
 
   // Allocates for the sites that an execution put, which is over. Of what it put, the
-  // share `held` was in the pool at once. Where memory is lacking, bits stay what they
-  // were.
-  void Allocate(int64_t run_id, double held, Sites* sites) noexcept;
+  // share `held` was in the pool at once; it may take `room` bytes from now on. Where
+  // memory is lacking, bits stay what they were.
+  void Allocate(int64_t run_id, double held, int64_t room, Sites* sites) noexcept;
 
   // Of the gradient, with the bits that hold.
   double expected_variance() const { return expected_variance_; }

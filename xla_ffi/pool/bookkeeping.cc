@@ -352,7 +352,7 @@ void Bookkeeping::StartExecution(const Execution& execution) {
     if (execution.run_id != last_run_id_) {
       for (int n = sites_.TakeMeasures(); n > 0; --n) observer_.RefuseImportance();
       sites_.Apply();
-      allocator_.Allocate(last_run_id_, observer_.HeldShare(), &sites_);
+      allocator_.Allocate(last_run_id_, observer_.HeldShare(), next_budget_, &sites_);
       observer_.StartRun();
       last_run_id_ = execution.run_id;
     }

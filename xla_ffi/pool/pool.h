@@ -124,8 +124,6 @@ class Pool {
   // What bits are allocated for at the start of each execution, as far as importances are
   // known; sites whose bits are set keep them.
   void SetTarget(const Target& target) noexcept;
-  // Whether there is a target, so that it is worth measuring.
-  bool allocates() const noexcept { return target_kind_.load() != Target::kNone; }
   // Bits that the site's puts get, 1, 2, 4 or 8; never more than the request's max_bits.
   // 0 takes the setting back.
   Status SetBits(SiteId site, int bits) noexcept;

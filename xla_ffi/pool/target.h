@@ -2,7 +2,6 @@
 #define DAFJAX_POOL_TARGET_H_
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -33,39 +32,50 @@ struct Target {
   };
 
   // Bits of the sites that are allocated for: their minima where the target cannot be met,
-  // not even with 1 bit each. `gradient_energy` is the squared norm of the gradient; 0 if
+  // not even with 1 bit each. Never more than fit the pool's budget, `room`, so that
+  // nothing need be evicted. `gradient_energy` is the squared norm of the gradient; 0 if
   // it is unknown. Throws std::bad_alloc.
   std::vector<int> Meet(const std::vector<SiteDemand>& demands, const Taken& taken,
-                        double gradient_energy) const {
+                        int64_t room, double gradient_energy) const {
+    const double fitting = BitsIn(Usable(room), taken);
     if (kind == kRelativeVariance) {
-      return AllocateToVariance(demands, value * gradient_energy - taken.variance);
+      std::vector<int> bits =
+          AllocateToVariance(demands, value * gradient_energy - taken.variance);
+      const bool fits = static_cast<double>(NumBits(demands, bits)) <= fitting;
+      return fits ? bits : Within(fitting, demands);
     }
-    const double all =
+    const double wanted =
         kind == kAverageBits
-            ? value * static_cast<double>(taken.num_elements)
-            : 8 * (Usable(value) / taken.held_share -
-                   static_cast<double>(taken.metadata_nbytes));
-    const double bits = all - static_cast<double>(taken.bits);
+            ? value * static_cast<double>(taken.num_elements) -
+                  static_cast<double>(taken.bits)
+            : BitsIn(kShare * value, taken);
+    return Within(std::min(wanted, fitting), demands);
+  }
+
+ private:
+  // The rest is for what the ends of planes round up to.
+  static constexpr double kShare = 0.98;
+
+  static std::vector<int> Within(double bits, const std::vector<SiteDemand>& demands) {
+    int64_t least = 0;
+    for (const SiteDemand& demand : demands) least += demand.num_elements;
     constexpr double kMost = 0x1p62;
-    return bits < static_cast<double>(Least(demands))
+    return bits < static_cast<double>(least)
                ? Minima(demands)
                : Allocate(demands, static_cast<int64_t>(std::min(bits, kMost)));
   }
 
- private:
-  // Of so many bytes, those that codes and metadata can have: whole pages; of the one that
-  // the last ends of planes share, half; and of all the rest a little, where other ends
-  // leave pages in part.
-  static double Usable(double nbytes) {
-    constexpr double kShare = 0.98;
-    const auto page = static_cast<double>(kPageNbytes);
-    return kShare * page * std::max(0.0, std::floor(nbytes / page) - 0.5);
+  // Bits of codes that so many bytes have room for, besides what is taken.
+  static double BitsIn(double nbytes, const Taken& taken) {
+    return 8 * (nbytes / taken.held_share - static_cast<double>(taken.metadata_nbytes)) -
+           static_cast<double>(taken.bits);
   }
 
-  static int64_t Least(const std::vector<SiteDemand>& demands) {
-    int64_t bits = 0;
-    for (const SiteDemand& demand : demands) bits += demand.num_elements;
-    return bits;
+  // Of a budget, what codes and metadata can have: whole pages, but half of the one that
+  // the last ends of planes share.
+  static double Usable(int64_t budget) {
+    const auto pages = static_cast<double>(budget / kPageNbytes);
+    return kShare * static_cast<double>(kPageNbytes) * std::max(0.0, pages - 0.5);
   }
 };
 
