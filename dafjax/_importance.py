@@ -25,6 +25,7 @@ Against the variance measured with one residual at a time in codes (GACT, Liu et
 (`benchmarks/importance.py`).
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -68,7 +69,8 @@ def sample_moments(x: jax.Array) -> Moments:
     return Moments(jnp.mean(sample * sample), jnp.mean((sample - mean) ** 2))
 
 
-def _strides(shape: Sequence[int]) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns how far apart samples are, dimension by dimension.
 
     Odd numbers, in step with no power of two. Along each dimension, not along the
@@ -87,7 +89,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
     *leading, last = range(len(shape))
     widen([last], _CHANNELS)
     widen(leading, max(1, _SAMPLES // num_samples(last)))
-    return strides
+    return tuple(strides)
 
 
 _SAMPLES = 4096

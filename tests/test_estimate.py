@@ -346,8 +346,9 @@ def test_more_fits_with_dafjax():
     fit = functools.partial(
         dafjax.fit_batch, step, mlp_example, "16MiB", multiple_of=64
     )
-    # On jax 0.9 by a factor of 1.44, on 0.10 by 1.53.
-    assert fit().batch > 1.4 * fit(method="plain").batch
+    # On jax 0.9, where both need 2 MB more, by a factor of 1.44.
+    least = 1.4 if jax.__version_info__ < (0, 10) else 1.5
+    assert fit().batch > least * fit(method="plain").batch
 
 
 def test_no_batch_above_the_largest_is_tried():

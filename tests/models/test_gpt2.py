@@ -224,8 +224,9 @@ def test_the_gradient_of_adapters_needs_a_fraction_of_the_memory(scan_layers):
         .temp_size_in_bytes
         for loss in (make_loss(config), dafjax.remat_compress(make_loss(config)))
     )
-    # The loop 0.21 on jax 0.10, 0.29 on 0.9: there the plain loss needs less.
-    assert compressed < 0.31 * plain
+    # On jax 0.9 the plain loop needs less: 0.29.
+    most = 0.31 if jax.__version_info__ < (0, 10) else 0.25
+    assert compressed < most * plain
 
 
 def saved_in_the_last_block(lora_rank, *, width=64, policy=None):

@@ -197,9 +197,12 @@ pool::Status PutEntry(pool::Pool* pool, const pool::Execution& execution,
              PlacesIn(shape, view.num_planes == 0 ? 0 : view.bits, view.planes,
                       view.metadata),
              helpers);
-  const int64_t num_blocks = shape.num_rows * shape.NumBlocks();
-  pool->NoteRange(site, MeanSquaredRange(view.metadata, num_blocks, (1 << view.bits) - 1),
-                  request.num_tiles);
+  if (pool->measures()) {
+    const int64_t num_blocks = shape.num_rows * shape.NumBlocks();
+    pool->NoteRange(site,
+                    MeanSquaredRange(view.metadata, num_blocks, (1 << view.bits) - 1),
+                    request.num_tiles);
+  }
   return writing.Commit();
 }
 

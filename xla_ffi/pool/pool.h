@@ -53,8 +53,10 @@ struct GetView {
 };
 
 struct Options {
+  static constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+
   // The most bytes that are committed at once.
-  int64_t budget = std::numeric_limits<int64_t>::max();
+  int64_t budget = kUnlimited;
   // An execution is over when this many newer ones have started on its device.
   int executions_in_flight = 1;
   // An entry is freed, and free pages go back to the system, when it has been read as
@@ -124,6 +126,11 @@ class Pool {
   // What bits are allocated for at the start of each execution, as far as importances are
   // known; sites whose bits are set keep them.
   void SetTarget(const Target& target) noexcept;
+  // Whether importances matter, for what is allocated or evicted; else no range need be
+  // noted.
+  bool measures() const noexcept {
+    return target_kind_.load() != Target::kNone || budget_.load() != Options::kUnlimited;
+  }
   // Bits that the site's puts get, 1, 2, 4 or 8; never more than the request's max_bits.
   // 0 takes the setting back.
   Status SetBits(SiteId site, int bits) noexcept;
