@@ -10,6 +10,7 @@ import pytest
 import rich.console
 
 from models import loop, pretraining, run_directory, setup, step
+from models.checkpoints import Checkpoints
 from models.config import TrainConfig
 from models.data.text import docstrings, prompts
 from models.data.text.corpus import documents
@@ -252,7 +253,7 @@ def few(monkeypatch):
         if name == "load_sentences":
             load = functools.partial(load, most_of_each=30)
         monkeypatch.setattr(docstrings, name, load)
-    monkeypatch.setattr(docstrings, "_MOST_CHARACTERS", 30_000)
+    monkeypatch.setattr(docstrings, "_MOST_CHARACTERS", 12_000)
     monkeypatch.setattr(pretraining, "train_in_fresh_process", train)
     documents.cache_clear()
     yield
@@ -321,3 +322,76 @@ def test_other_weights_are_another_run(few, tmp_path):
     file.write_bytes(file.read_bytes() + b" ")
     changed = config.identity()
     assert {k for k in identity if identity[k] != changed[k]} == {"weights_digest"}
+
+
+GLUE = {
+    "sst2": ("SST-2", "sentence\tlabel\n" + "bad film\t0\ngood film\t1\n" * 4),
+    "stsb": (
+        "STS-B",
+        "sentence1\tsentence2\tscore\n" + "A jet.\tA plane.\t4.5\nA.\tB.\t0.5\n" * 4,
+    ),
+}
+FACTS = "mr,ref\n" + '"name[A Pub], food[Fish]",A Pub serves fish.\nname[B],B is.\n' * 4
+
+
+def write_files(folder, name):
+    if name == "e2e":
+        files = {
+            f"e2e/{x}.csv": FACTS for x in ("trainset", "devset", "testset_w_refs")
+        }
+    else:
+        of_task, rows = GLUE[name]
+        files = {f"{of_task}/{x}.tsv": rows for x in ("train", "dev")}
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "metrics"),
+    [
+        ("sst2", "roberta-base", {"test_accuracy"}),
+        ("stsb", "roberta-base", {"test_pearson", "test_spearman"}),
+        ("e2e", "gpt2-small", {"test_perplexity", "test_bleu"}),
+    ],
+)
+def test_files_in_real_formats_are_learned_from(few, tmp_path, name, model, metrics):
+    write_files(tmp_path, name)
+    options = {"batch": 4, "length": 40, "epochs": 1, "method": "compress"}
+    config = TrainConfig(
+        model, data=name, data_dir=tmp_path, out=tmp_path / "run", **options
+    )
+    result = train(config)
+    found = {key for key in result if key.startswith("test_")}
+    assert found == metrics | {"test_loss"}
+    assert np.isfinite(result["test_loss"])
+
+
+def test_weights_of_a_run_are_what_another_starts_from(few, tmp_path):
+    write_files(tmp_path, "sst2")
+    options = {"data": "sst2", "data_dir": tmp_path, "batch": 4, "length": 16}
+    first = TrainConfig("roberta-base", epochs=1, out=tmp_path / "first", **options)
+    train(first)
+    second = TrainConfig(
+        "roberta-base",
+        size="small",
+        weights=tmp_path / "first" / "weights",
+        out=tmp_path / "second",
+        **options,
+    )
+    state, _ = setup.initial_state(setup.set_up(second))
+    before, _ = setup.initial_state(setup.set_up(first))
+    with Checkpoints(first.out) as checkpoints:
+        trained = checkpoints.restore(1, before).trained["params"]
+    for name in ("block1", "head"):
+        same = jax.tree.map(
+            lambda a, b: bool(jnp.array_equal(a, b)),
+            state.trained["params"][name],
+            trained[name],
+        )
+        # The head begins anew.
+        assert all(jax.tree.leaves(same)) == (name == "block1")
+    # A small model's weights are none of the full size's.
+    full = TrainConfig(**{**vars(second), "size": "full"})
+    with pytest.raises(ValueError, match="is not of this model"):
+        setup.initial_state(setup.set_up(full))
