@@ -4,10 +4,11 @@ import dataclasses
 import hashlib
 import math
 import pathlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from models.data import ImageName
 from models.methods import Bits, MethodName, StoreName
 
 
@@ -22,11 +23,7 @@ ModelName = Literal[
     "gpt2-large",
     "gpt2-xl",
 ]
-DataName = Literal[
-    "digits",
-    "cifar10",
-    "cifar100",
-    "image-folder",
+TextName = Literal[
     "docstrings",
     "masked-docstrings",
     "sources",
@@ -36,6 +33,7 @@ DataName = Literal[
     "e2e",
     "webnlg",
 ]
+DataName = Literal[ImageName, TextName]
 OptimizerName = Literal["sgd", "adamw"]
 ScheduleName = Literal["cosine", "constant"]
 SizeName = Literal["auto", "small", "full"]
@@ -88,7 +86,7 @@ class _Family:
 
 _FAMILIES = {
     "resnet": _Family(
-        ("digits", "cifar10", "cifar100", "image-folder"),
+        get_args(ImageName),
         {"optimizer": "sgd", "batch": 64, "epochs": 6, "width": 64},
     ),
     "roberta": _Family(
@@ -125,7 +123,8 @@ class TrainConfig:
             which 2 cores can train from nothing. auto: full where there are weights to
             start from, small elsewhere.
         weights: A folder with the model.safetensors and the tokenizer.json that a run
-            starts from; weights/MODEL if that is there. Heads begin anew.
+            starts from; of transformers weights/MODEL if that is there. Heads begin
+            anew.
         lora: The rank of low-rank adapters, which are trained in place of all else but
             heads; 0: none. Without weights to adapt, all of the model is trained on
             other data first.
@@ -223,10 +222,9 @@ class TrainConfig:
         optimizer = self.optimizer or filling["optimizer"]
         filling["learning_rate"] = _LEARNING_RATES[optimizer]
         filling["weight_decay"] = _WEIGHT_DECAYS[optimizer]
-        if self.family != "resnet":
-            weights = pathlib.Path("weights") / self.model
-            if weights.is_dir():
-                filling["weights"] = weights
+        weights = pathlib.Path("weights") / self.model
+        if self.family in _TRANSFORMERS and self.size != "small" and weights.is_dir():
+            filling["weights"] = weights
         missing = {k: v for k, v in filling.items() if getattr(self, k) is None}
         config = dataclasses.replace(self, **missing)
         if config.size == "auto" and self.family in _TRANSFORMERS:

@@ -57,13 +57,14 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
                 directory.append_metrics(records)
                 score = _score(setup, evaluation[metric.key])
                 checkpoints.save(epoch, state, config.identity(), score)
+        peak_resident_nbytes = memory.peak_resident_nbytes()
         best = checkpoints.best()
         best_state = state if best is None else checkpoints.restore(best, state)
     dynamic = {
         "identity": config.identity(),
         "epochs": config.epochs,
         "resident_nbytes_before_training": resident_nbytes,
-        "peak_resident_nbytes": memory.peak_resident_nbytes(),
+        "peak_resident_nbytes": peak_resident_nbytes,
     }
     metrics = directory.read_metrics()
     result = static | dynamic | _outcome(setup, metrics, best)

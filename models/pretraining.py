@@ -25,7 +25,7 @@ def with_weights(config: TrainConfig, console: rich.console.Console) -> TrainCon
     if first is None:
         return config
     if config.compare:
-        first = dataclasses.replace(first, method="compress", resume=config.resume)
+        first = dataclasses.replace(first, method="compress", policy="default")
     weights = first.resolved_directory / "weights"
     if not (weights / "model.safetensors").exists():
         console.print(

@@ -46,6 +46,7 @@ from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compa
 from dafjax._residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from models.resnet import ResNetConfig
+from models.tasks.task import ACCURACY, LOSS
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -694,3 +695,14 @@ def test_accuracies_are_compared_seed_by_seed(tmp_path):
     pair = accuracy._pair(runs, "final_loss", "adaptive", "fixed")
     assert pair["mean"] == pytest.approx(-0.4)
     assert pair["standard_error"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"), [(ACCURACY, [-10.0, 10.0]), (LOSS, [-20.0, 25.0])]
+)
+def test_shares_are_compared_in_points_and_losses_in_percent(metric, expected):
+    values = [(0.5, 0.4), (0.4, 0.5)]
+    runs = [{"none": {metric.key: a}, "fixed": {metric.key: b}} for a, b in values]
+    options = accuracy.Options(contenders=("none", "fixed"))
+    behind = accuracy._behind(options, runs, metric)
+    assert behind == {"fixed": pytest.approx(expected)}
