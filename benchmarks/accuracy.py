@@ -1,15 +1,20 @@
-"""Test accuracy with and without compression, on the digits, over several seeds.
+"""Quality of what is trained with and without compression, over several seeds.
 
-All methods start a seed from the same weights and see the same batches. The control
-rounds to nearest, which is biased: that it falls behind shows that the comparison can
-see a bias. *fixed* has the same bits for all residuals, *adaptive* as many on average,
-allocated as it trains; losses tell them apart where accuracies are too coarse.
+ResNet-18 on the digits, or adapters of a transformer on text of installed packages. All
+methods start a seed from the same weights and see the same batches, with the same
+dropout. The control rounds to nearest, which is biased: that it falls behind shows that
+the comparison can see a bias. *fixed* has the same bits for all residuals, *adaptive*
+as many on average, allocated as it trains; losses tell them apart where accuracies are
+too coarse. Adapters are of weights that are trained once, with compression.
 
 Examples:
     python -m benchmarks.accuracy
     python -m benchmarks.accuracy --width 4 --epochs 1 --seeds 1
     python -m benchmarks.accuracy --contenders none fixed adaptive --seeds 5 --width 8
         --epochs 6 --out benchmarks/results/accuracy_adaptive.json
+    python -m benchmarks.accuracy --model roberta-base --lora 8 --width None
+        --epochs None --contenders none compress fixed adaptive
+        --out benchmarks/results/quality_roberta.json
 """
 
 import dataclasses
@@ -30,9 +35,11 @@ from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console, make_table
 from dafjax.stores import PagePool
 from models import loop
-from models.config import TrainConfig
+from models.config import DataName, ModelName, TrainConfig
+from models.pretraining import with_weights
 from models.setup import set_up
 from models.step import WrapLoss
+from models.tasks.task import Metric
 
 
 Name = Literal["none", "compress", "control", "fixed", "adaptive"]
@@ -55,19 +62,23 @@ _WRAPPINGS: dict[Name, Callable[[int], WrapLoss]] = {
         dafjax.remat_compress, bits=dafjax.AverageBits(bits), store=PagePool()
     ),
 }
-# Of the result of a run.
-_FIGURES = ("test_accuracy", "test_loss", "final_loss")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of the command line."""
 
+    model: ModelName = "resnet18"
+    """Architecture and size; a transformer is small without weights."""
+    data: DataName | None = None
+    """What is learned from; as of `models.train` if not given."""
+    lora: int = 0
+    """Rank of the adapters; 0: all weights are trained."""
     seeds: int = 3
     """Seeds, from 0 on."""
-    width: int = 16
-    """Filters of the first stage; 64 is the width of the paper."""
-    epochs: int = 12
+    width: int | None = 16
+    """Filters of a ResNet's first stage; 64 is the width of the paper."""
+    epochs: int | None = 12
     """Passes over the training split."""
     bits: int = 2
     """Bits of the compressing methods."""
@@ -87,21 +98,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     console = make_console()
     environment = describe_environment()
-    runs = [_train(options, seed) for seed in range(options.seeds)]
-    first, *others = options.contenders
-    points = {
-        name: [
-            100 * (run[name]["test_accuracy"] - run[first]["test_accuracy"])
-            for run in runs
-        ]
-        for name in others
-    }
+    with tempfile.TemporaryDirectory() as directory:
+        prepared = _prepare(options, pathlib.Path(directory), console)
+        runs = [_train(options, prepared, seed) for seed in range(options.seeds)]
+    metric = Metric(**runs[0][options.contenders[0]]["metric"])
+    figures = list(dict.fromkeys([metric.key, "test_loss", "final_loss"]))
+    behind = _behind(options, runs, metric)
     pairs = [
         _pair(runs, figure, a, b)
         for b, a in itertools.combinations(options.contenders, 2)
-        for figure in _FIGURES
+        for figure in figures
     ]
-    console.print(_accuracy_table(options, runs, points))
+    console.print(_quality_table(options, prepared, runs, metric, behind))
     if len(runs) > 1:
         console.print(_pair_table(pairs))
     write_result(
@@ -110,15 +118,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {
             "options": dataclasses.asdict(options),
             **{
-                figure.removeprefix("test_") if figure == "test_accuracy" else figure: [
+                figure.removeprefix("test_") if figure == metric.key else figure: [
                     {name: run[name][figure] for name in run} for run in runs
                 ]
-                for figure in _FIGURES
+                for figure in figures
             },
-            "points": points,
+            "points": behind,
             "mean_points": {
                 name: statistics.fmean(differences)
-                for name, differences in points.items()
+                for name, differences in behind.items()
             },
             "pairs": pairs,
         },
@@ -126,19 +134,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(f"Written to {options.out}.", markup=False)
 
 
-def _train(options: Options, seed: int) -> dict[str, dict[str, float]]:
-    """Returns the figures of every contender for one seed."""
-    figures = {}
+def _prepare(
+    options: Options, directory: pathlib.Path, console: rich.console.Console
+) -> TrainConfig:
+    """Returns what all runs have in common, with the weights of adapters."""
+    config = TrainConfig(
+        model=options.model,
+        data=options.data,
+        lora=options.lora,
+        width=options.width if options.model.startswith("resnet") else None,
+        epochs=options.epochs,
+        bits=options.bits,
+        compare=True,
+        out=directory,
+    )
+    return dataclasses.replace(with_weights(config.filled(), console), compare=False)
+
+
+def _behind(
+    options: Options, runs: Sequence[dict[str, Record]], metric: Metric
+) -> dict[Name, list[float]]:
+    """Returns differences to the first contender, seed by seed.
+
+    Of shares they are in percentage points, of losses in percent of the first's.
+    """
+    first, *others = options.contenders
+
+    def difference(run: dict[str, Record], name: Name) -> float:
+        value, reference = run[name][metric.key], run[first][metric.key]
+        return 100 * (value - reference) / (1 if metric.is_share else reference)
+
+    return {name: [difference(run, name) for run in runs] for name in others}
+
+
+def _train(options: Options, prepared: TrainConfig, seed: int) -> dict[str, Record]:
+    """Returns the results of every contender for one seed."""
+    results = {}
     for name in options.contenders:
         method, policy = _CONTENDERS[name]
         with tempfile.TemporaryDirectory() as directory:
-            config = TrainConfig(
+            config = dataclasses.replace(
+                prepared,
                 method=method,
                 policy=policy,
                 seed=seed,
-                width=options.width,
-                epochs=options.epochs,
-                bits=options.bits,
                 out=pathlib.Path(directory) / "run",
             )
             setup = set_up(config)
@@ -148,14 +187,11 @@ def _train(options: Options, seed: int) -> dict[str, dict[str, float]]:
                     setup,
                     method=dataclasses.replace(setup.method, wrap_loss=wrap_loss),
                 )
-            result = loop.train(setup, rich.console.Console(quiet=True))
-            figures[name] = {figure: result[figure] for figure in _FIGURES}
-    return figures
+            results[name] = loop.train(setup, rich.console.Console(quiet=True))
+    return results
 
 
-def _pair(
-    runs: Sequence[dict[str, dict[str, float]]], figure: str, a: str, b: str
-) -> Record:
+def _pair(runs: Sequence[dict[str, Record]], figure: str, a: str, b: str) -> Record:
     """Compares two contenders in a figure, seed by seed."""
     differences = [run[a][figure] - run[b][figure] for run in runs]
     several = len(differences) > 1
@@ -170,10 +206,12 @@ def _pair(
     }
 
 
-def _accuracy_table(
+def _quality_table(
     options: Options,
-    runs: Sequence[dict[str, dict[str, float]]],
-    points: dict[Name, list[float]],
+    prepared: TrainConfig,
+    runs: Sequence[dict[str, Record]],
+    metric: Metric,
+    behind: dict[Name, list[float]],
 ) -> rich.table.Table:
     titles = {
         "none": "none",
@@ -185,20 +223,23 @@ def _accuracy_table(
     rows = [
         (
             str(seed),
-            *(f"{run[name]['test_accuracy']:.2%}" for name in options.contenders),
-            *(f"{differences[seed]:+.2f}" for differences in points.values()),
+            *(metric.show(run[name][metric.key]) for name in options.contenders),
+            *(f"{differences[seed]:+.2f}" for differences in behind.values()),
         )
         for seed, run in enumerate(runs)
     ]
-    means = [statistics.fmean(differences) for differences in points.values()]
+    means = [statistics.fmean(differences) for differences in behind.values()]
     empty = ("",) * len(options.contenders)
+    shape = f" of width {prepared.width}" if prepared.width else f", {prepared.size}"
+    adapters = f", LoRA {prepared.lora}" if prepared.lora else ""
+    unit = "Points" if metric.is_share else "Percent"
     return make_table(
-        f"Test accuracy on the digits, ResNet-18 of width {options.width}, "
-        f"{options.epochs} epochs",
+        f"{metric.title}, {prepared.data}, {prepared.model}{shape}{adapters}, "
+        f"{prepared.epochs} epochs",
         left=("Seed",),
         right=(
             *(titles[name] for name in options.contenders),
-            *(f"Points of {name}" for name in points),
+            *(f"{unit} of {name}" for name in behind),
         ),
         rows=[*rows, ("mean", *empty, *(f"{mean:+.2f}" for mean in means))],
     )

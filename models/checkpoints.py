@@ -6,26 +6,47 @@ from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 
 Tree = TypeVar("Tree")
 
-_NUM_KEPT = 2
+_NUM_LATEST = 2
 
 
 class Checkpoints:
     """The checkpoints of one run, each named by the number of finished epochs.
 
-    Orbax writes into a temporary folder and renames it when all is written. A
-    checkpoint is thus whole or absent, whenever the process ends.
+    The latest are kept, and the best. Orbax writes into a temporary folder and renames
+    it when all is written. A checkpoint is thus whole or absent, whenever the process
+    ends.
     """
 
-    def __init__(self, directory: pathlib.Path) -> None:
+    def __init__(
+        self, directory: pathlib.Path, *, higher_is_better: bool = True
+    ) -> None:
+        """Opens or makes a folder of checkpoints.
+
+        Args:
+            directory: The folder of the run; checkpoints are in one below it.
+            higher_is_better: Which scores that `save` is given are better.
+        """
         self._directory = directory / "checkpoints"
+        best = preservation_policy.BestN(
+            get_metric_fn=lambda metrics: metrics["score"],
+            reverse=not higher_is_better,
+            n=1,
+        )
+        policy = preservation_policy.AnyPreservationPolicy(
+            [preservation_policy.LatestN(_NUM_LATEST), best]
+        )
         self._manager = ocp.CheckpointManager(
             self._directory.absolute(),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=_NUM_KEPT, enable_async_checkpointing=False
+                best_fn=lambda metrics: metrics["score"],
+                best_mode="max" if higher_is_better else "min",
+                preservation_policy=policy,
+                enable_async_checkpointing=False,
             ),
         )
 
@@ -39,7 +60,17 @@ class Checkpoints:
         """Returns the largest number of finished epochs on disk, or `None`."""
         return self._manager.latest_step()
 
-    def save(self, num_epochs: int, state: Any, identity: Mapping[str, Any]) -> None:
+    def best(self) -> int | None:
+        """Returns the number of epochs after which the score was best, or `None`."""
+        return self._manager.best_step()
+
+    def save(
+        self,
+        num_epochs: int,
+        state: Any,
+        identity: Mapping[str, Any],
+        score: float = 0.0,
+    ) -> None:
         """Saves the state after `num_epochs`; returns when it is on disk."""
         self._manager.save(
             num_epochs,
@@ -47,6 +78,7 @@ class Checkpoints:
                 state=ocp.args.StandardSave(state),
                 run=ocp.args.JsonSave(dict(identity)),
             ),
+            metrics={"score": score},
         )
         self._manager.wait_until_finished()
 

@@ -1,11 +1,7 @@
 """Trains the same model by several methods, each in a fresh process, and compares."""
 
 import dataclasses
-import os
-import pathlib
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import rich.box
@@ -14,7 +10,9 @@ import rich.table
 
 from models import plots
 from models.config import TrainConfig
+from models.fresh_process import train_in_fresh_process
 from models.run_directory import Record, RunDirectory
+from models.tasks.task import Metric
 
 
 _COLUMNS = (
@@ -23,10 +21,7 @@ _COLUMNS = (
     "Saved\nresiduals",
     "Peak\nRSS",
     "Final\nloss",
-    "Test\naccuracy",
 )
-
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def run(config: TrainConfig, console: rich.console.Console) -> list[Record]:
@@ -51,7 +46,7 @@ def run(config: TrainConfig, console: rich.console.Console) -> list[Record]:
             single = dataclasses.replace(
                 config, method=method, seed=seed, out=out.path / name, compare=False
             )
-            runs.append(_run_in_process(single, console))
+            runs.append(train_in_fresh_process(single))
             records += RunDirectory(single.resolved_directory).read_metrics()
     results = [_merge(m, [r for r in runs if r["method"] == m]) for m in config.methods]
     out.write_metrics(records)
@@ -67,52 +62,22 @@ def run(config: TrainConfig, console: rich.console.Console) -> list[Record]:
     return results
 
 
-def _run_in_process(config: TrainConfig, console: rich.console.Console) -> Record:
-    directory = RunDirectory(config.resolved_directory)
-    if config.resume:
-        finished = directory.read_result()
-        if finished is not None and _is_of(finished, config):
-            return finished
-        resume = (directory.path / "config.json").exists()
-        config = dataclasses.replace(config, resume=resume)
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    completed = subprocess.run(
-        [sys.executable, "-m", "models.train", *config.to_arguments()],
-        env={**os.environ, "PYTHONPATH": path},
-        check=False,
-    )
-    if completed.returncode == 130:
-        raise KeyboardInterrupt
-    result = directory.read_result()
-    if completed.returncode or result is None:
-        raise ValueError(
-            f"Training with method {config.method} ended with status "
-            f"{completed.returncode}; its message stands above."
-        )
-    return result
-
-
-def _is_of(result: Record, config: TrainConfig) -> bool:
-    """Whether a result is what these options would give."""
-    asked_for = {"identity": config.identity(), "epochs": config.epochs}
-    return {key: result.get(key) for key in asked_for} == asked_for
-
-
 def _merge(method: str, runs: Sequence[Record]) -> Record:
     """Averages over seeds what depends on them, and takes the rest from the first."""
-    averaged = ("step_seconds", "final_loss", "test_loss", "test_accuracy")
+    first = runs[0]
+    of_quality = [key for key in first if key.startswith(("test_", "best_test_"))]
+    averaged = ("step_seconds", "final_loss", *of_quality)
     means = {key: statistics.fmean(run[key] for run in runs) for key in averaged}
-    return runs[0] | means | {"num_seeds": len(runs)}
+    return first | means | {"num_seeds": len(runs)}
 
 
 def make_table(config: TrainConfig, results: Sequence[Record]) -> rich.table.Table:
-    """Returns the comparison; below each figure stands its ratio to the first row."""
+    """Returns the comparison; below each metric stands its ratio to the first row."""
     first = results[0]
     seeds = f", mean of {config.seeds} seeds" if config.seeds > 1 else ""
     table = rich.table.Table(
         title=(
-            f"{config.model}, width {config.width} "
-            f"({first['num_params'] / 1e6:.2f} M parameters), {config.data}, "
+            f"{_model(config)} ({_parameters(first)}), {config.data}, "
             f"batch {config.batch}, {config.epochs} epochs{seeds}"
         ),
         caption=(
@@ -126,7 +91,8 @@ def make_table(config: TrainConfig, results: Sequence[Record]) -> rich.table.Tab
         leading=1,
     )
     table.add_column("Method", max_width=16)
-    for title in _COLUMNS:
+    metric = Metric(**first["metric"])
+    for title in (*_COLUMNS, metric.title.replace(" ", "\n")):
         table.add_column(title, justify="right", no_wrap=True)
     for result in results:
         slowdown = result["step_seconds"] / first["step_seconds"]
@@ -137,9 +103,22 @@ def make_table(config: TrainConfig, results: Sequence[Record]) -> rich.table.Tab
             _with_ratio(result, first, "residual_nbytes"),
             _resident(result),
             f"{result['final_loss']:.4f}",
-            f"{result['test_accuracy']:.2%}",
+            metric.show(result[metric.key]),
         )
     return table
+
+
+def _model(config: TrainConfig) -> str:
+    if config.family == "resnet":
+        return f"{config.model}, width {config.width}"
+    adapters = f", LoRA {config.lora}" if config.lora else ""
+    return f"{config.model}, {config.size}{adapters}"
+
+
+def _parameters(result: Record) -> str:
+    total, trained = result["num_params"], result["num_trained"]
+    part = "" if trained == total else f", {trained / 1e6:.2f} M of them trained"
+    return f"{total / 1e6:.2f} M parameters{part}"
 
 
 def _with_ratio(result: Record, first: Record, key: str) -> str:

@@ -1,17 +1,43 @@
 """What one training run is: every option of the command line, checked."""
 
 import dataclasses
+import hashlib
 import math
 import pathlib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from models.data import DataName
+import tyro
+
+from models.data import ImageName
 from models.methods import Bits, MethodName, StoreName
 
 
-ModelName = Literal["resnet18", "resnet34", "resnet50"]
+ModelName = Literal[
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "roberta-base",
+    "roberta-large",
+    "gpt2-small",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+]
+TextName = Literal[
+    "docstrings",
+    "masked-docstrings",
+    "sources",
+    "sst2",
+    "mrpc",
+    "stsb",
+    "e2e",
+    "webnlg",
+]
+DataName = Literal[ImageName, TextName]
 OptimizerName = Literal["sgd", "adamw"]
 ScheduleName = Literal["cosine", "constant"]
+SizeName = Literal["auto", "small", "full"]
+DtypeName = Literal["float32", "bfloat16"]
 
 _LEARNING_RATES = {"sgd": 0.2, "adamw": 1e-3}
 _WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.05}
@@ -25,10 +51,65 @@ _COMPARED: tuple[MethodName, ...] = (
     "compress",
 )
 
-# Where a run lies and which outputs it makes change nothing in its arithmetic.
+# Where a run lies and which outputs it makes change nothing in its arithmetic. Weights
+# are told apart by what is in them.
 _FREE_TO_CHANGE = frozenset(
-    {"out", "data_dir", "resume", "compare", "methods", "seeds"}
+    {
+        "out",
+        "data_dir",
+        "resume",
+        "compare",
+        "methods",
+        "seeds",
+        "weights",
+        "patience",
+        "pretraining_epochs",
+    }
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """What the models of one architecture have in common.
+
+    Attributes:
+        data: What they learn from; the first if nothing is said.
+        options: What is filled in for options that are not given.
+        pretraining: What they learn from before adapters are trained, if there are no
+            weights: by the data that follows, which it must differ from.
+    """
+
+    data: tuple[DataName, ...]
+    options: dict[str, Any]
+    pretraining: tuple[DataName, ...] = ()
+
+
+_FAMILIES = {
+    "resnet": _Family(
+        get_args(ImageName),
+        {"optimizer": "sgd", "batch": 64, "epochs": 6, "width": 64},
+    ),
+    "roberta": _Family(
+        ("docstrings", "masked-docstrings", "sst2", "mrpc", "stsb"),
+        {"optimizer": "adamw", "batch": 32, "epochs": 4, "length": 64},
+        ("masked-docstrings",),
+    ),
+    "gpt2": _Family(
+        ("docstrings", "sources", "e2e", "webnlg"),
+        {"optimizer": "adamw", "batch": 16, "epochs": 3, "length": 128},
+        ("sources", "docstrings"),
+    ),
+}
+
+_TRANSFORMERS = ("roberta", "gpt2")
+_ONLY_OF = {
+    "width": ("resnet",),
+    "size": _TRANSFORMERS,
+    "lora": _TRANSFORMERS,
+    "scan_layers": _TRANSFORMERS,
+    "dtype": _TRANSFORMERS,
+    "length": _TRANSFORMERS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +117,27 @@ class TrainConfig:
     """Options of a training run, or of a comparison of runs.
 
     Attributes:
-        model: Architecture.
-        width: Filters of the first stage; 64 is the width of the paper.
-        data: Data set. The digits ship with scikit-learn; the others lie in --data-dir.
-        data_dir: Where cifar10, cifar100 and image-folder are looked for.
+        model: Architecture and size.
+        width: Filters of a ResNet's first stage; 64 is the width of the paper.
+        size: Of a transformer. full: as published. small: four layers of 128 channels,
+            which 2 cores can train from nothing. auto: full where there are weights to
+            start from, small elsewhere.
+        weights: A folder with the model.safetensors and the tokenizer.json that a run
+            starts from; of transformers weights/MODEL if that is there. Heads begin
+            anew.
+        lora: The rank of low-rank adapters, which are trained in place of all else but
+            heads; 0: none. Without weights to adapt, all of the model is trained on
+            other data first.
+        pretraining_epochs: Passes over that other data.
+        scan_layers: Whether a transformer's blocks are one scan instead of a loop.
+        dtype: What a transformer computes in.
+        data: Data set: digits, cifar10, cifar100, image-folder for ResNets;
+            docstrings (of which package is a sentence?), masked-docstrings, sst2, mrpc,
+            stsb for RoBERTa; docstrings (what comes next?), sources, e2e, webnlg for
+            GPT-2. Digits, docstrings and sources come with packages that are installed;
+            the others lie in --data-dir.
+        data_dir: Where data sets are looked for.
+        length: Tokens of an example.
         method: What saves memory. none: nothing is wrapped. checkpoint: jax.checkpoint
             round each block. checkpoint-best: the same with the compiler options that
             suit it best. compress: dafjax.remat_compress round the loss.
@@ -54,9 +152,13 @@ class TrainConfig:
             jax.checkpoint_policies, such as dots_saveable. For compress: default,
             save-all, which keeps everything as it is, or nearest, which rounds codes to
             nearest, with a bias.
-        batch: Images in a training step.
-        epochs: Passes over the training split.
-        optimizer: sgd has Nesterov momentum 0.9.
+        batch: Examples in a training step; 64 images, 32 sentences, 16 texts if not
+            given.
+        epochs: Passes over the training split; 6 for ResNets, 4 for RoBERTa, 3 for
+            GPT-2 if not given.
+        patience: Stop after so many epochs that brought nothing better.
+        optimizer: sgd has Nesterov momentum 0.9; of ResNets it is the one if none is
+            given, of transformers adamw is.
         learning_rate: After the warm-up of half an epoch; 0.2 for sgd and 0.001 for
             adamw if not given.
         weight_decay: 0.0005 for sgd and 0.05 for adamw if not given.
@@ -71,18 +173,26 @@ class TrainConfig:
         seeds: How many seeds, from --seed on, --compare trains with.
     """
 
-    model: ModelName = "resnet18"
-    width: int = 64
-    data: DataName = "digits"
+    model: Annotated[ModelName, tyro.conf.Positional] = "resnet18"
+    width: int | None = None
+    size: SizeName = "auto"
+    weights: pathlib.Path | None = None
+    lora: int = 0
+    pretraining_epochs: int = 3
+    scan_layers: bool = False
+    dtype: DtypeName = "float32"
+    data: DataName | None = None
     data_dir: pathlib.Path = pathlib.Path("data")
+    length: int | None = None
     method: MethodName = "none"
     bits: Bits = 2
     store: StoreName = "arrays"
     budget: str | None = None
     policy: str = "default"
-    batch: int = 64
-    epochs: int = 6
-    optimizer: OptimizerName = "sgd"
+    batch: int | None = None
+    epochs: int | None = None
+    patience: int | None = None
+    optimizer: OptimizerName | None = None
     learning_rate: float | None = None
     weight_decay: float | None = None
     schedule: ScheduleName = "cosine"
@@ -93,42 +203,53 @@ class TrainConfig:
     methods: tuple[MethodName, ...] = _COMPARED
     seeds: int = 1
 
-    def check(self) -> None:
-        """Raises an error that names the option if a value is out of range."""
-        for name in ("width", "batch", "epochs", "seeds"):
-            _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        valid = self.bits in _BITS or self.bits == "auto"
-        _require("bits", self.bits, valid, "one of 1, 2, 3, 4, 8, or auto")
-        if self.budget is not None and self.store != "pool" and self.bits != "auto":
-            raise ValueError("`--budget` needs `--store pool` or `--bits auto`.")
-        _require("seed", self.seed, self.seed >= 0, "at least 0")
-        rate, decay = self.resolved_learning_rate, self.resolved_weight_decay
-        _require("learning-rate", rate, 0 < rate < math.inf, "a finite number above 0")
-        _require(
-            "weight-decay", decay, 0 <= decay < math.inf, "a finite number from 0 on"
+    @property
+    def family(self) -> str:
+        """The architecture: resnet, roberta or gpt2."""
+        return next(name for name in _FAMILIES if self.model.startswith(name))
+
+    def filled(self) -> "TrainConfig":
+        """Returns the options, checked, with those that were not given filled in.
+
+        Raises:
+            ValueError: An option is out of range, or does not fit the others; the
+                message names it.
+        """
+        family = _FAMILIES[self.family]
+        self._check()
+        self._check_family(family)
+        filling = {"data": family.data[0], **family.options}
+        optimizer = self.optimizer or filling["optimizer"]
+        filling["learning_rate"] = _LEARNING_RATES[optimizer]
+        filling["weight_decay"] = _WEIGHT_DECAYS[optimizer]
+        weights = pathlib.Path("weights") / self.model
+        if self.family in _TRANSFORMERS and self.size != "small" and weights.is_dir():
+            filling["weights"] = weights
+        missing = {k: v for k, v in filling.items() if getattr(self, k) is None}
+        config = dataclasses.replace(self, **missing)
+        if config.size == "auto" and self.family in _TRANSFORMERS:
+            size = "small" if config.weights is None else "full"
+            config = dataclasses.replace(config, size=size)
+        return config
+
+    @property
+    def pretraining(self) -> "TrainConfig | None":
+        """The run that makes the weights that this one starts from, if it needs it."""
+        others = _FAMILIES[self.family].pretraining
+        if not self.lora or self.weights is not None:
+            return None
+        return dataclasses.replace(
+            self,
+            data=next(name for name in others if name != self.data),
+            lora=0,
+            epochs=self.pretraining_epochs,
+            learning_rate=_LEARNING_RATES[self.optimizer],
+            patience=None,
+            schedule="cosine",
+            compare=False,
+            seeds=1,
+            out=self.resolved_directory / "pretrained",
         )
-        unique = len(set(self.methods)) == len(self.methods) > 0
-        _require("methods", self.methods, unique, "different methods, at least one")
-        if self.seeds > 1 and not self.compare:
-            raise ValueError("`--seeds` above 1 needs `--compare`.")
-        if self.resume and self.out is None:
-            raise ValueError(
-                "`--resume` needs `--out DIRECTORY`, the directory of the run."
-            )
-
-    @property
-    def resolved_learning_rate(self) -> float:
-        """The learning rate, with the optimizer's default filled in."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return _LEARNING_RATES[self.optimizer]
-
-    @property
-    def resolved_weight_decay(self) -> float:
-        """The weight decay, with the optimizer's default filled in."""
-        if self.weight_decay is not None:
-            return self.weight_decay
-        return _WEIGHT_DECAYS[self.optimizer]
 
     @property
     def resolved_directory(self) -> pathlib.Path:
@@ -142,25 +263,95 @@ class TrainConfig:
 
         Two runs with equal identities compute the same numbers.
         """
-        options = dataclasses.asdict(self)
-        options["learning_rate"] = self.resolved_learning_rate
-        options["weight_decay"] = self.resolved_weight_decay
+        options = dataclasses.asdict(self.filled())
         if self.schedule == "constant":
             del options["epochs"]
-        return {k: v for k, v in options.items() if k not in _FREE_TO_CHANGE}
+        kept = {k: v for k, v in options.items() if k not in _FREE_TO_CHANGE}
+        if self.weights is not None:
+            kept["weights_digest"] = _digest(self.weights)
+        return kept
 
     def to_arguments(self) -> list[str]:
         """Returns the command line of the single run that this describes."""
-        arguments: list[str] = []
+        arguments: list[str] = [self.model]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("compare", "methods", "seeds", "resume"):
+            if field.name in ("model", "compare", "methods", "seeds", "resume"):
                 continue
-            if value is not None:
-                arguments += [f"--{field.name.replace('_', '-')}", str(value)]
+            option = field.name.replace("_", "-")
+            if isinstance(value, bool):
+                arguments += [f"--{option}"] if value else []
+            elif value is not None:
+                arguments += [f"--{option}", str(value)]
         return arguments + (["--resume"] if self.resume else [])
+
+    def _check(self) -> None:
+        for name in (
+            "width",
+            "batch",
+            "epochs",
+            "length",
+            "patience",
+            "seeds",
+            "pretraining_epochs",
+        ):
+            value = getattr(self, name)
+            _require(name, value, value is None or value >= 1, "at least 1")
+        valid = self.bits in _BITS or self.bits == "auto"
+        _require("bits", self.bits, valid, "one of 1, 2, 3, 4, 8, or auto")
+        if self.budget is not None and self.store != "pool" and self.bits != "auto":
+            raise ValueError("`--budget` needs `--store pool` or `--bits auto`.")
+        for name in ("seed", "lora"):
+            value = getattr(self, name)
+            _require(name, value, value >= 0, "at least 0")
+        rate, decay = self.learning_rate, self.weight_decay
+        _require(
+            "learning-rate",
+            rate,
+            rate is None or 0 < rate < math.inf,
+            "a finite number above 0",
+        )
+        _require(
+            "weight-decay",
+            decay,
+            decay is None or 0 <= decay < math.inf,
+            "a finite number from 0 on",
+        )
+        unique = len(set(self.methods)) == len(self.methods) > 0
+        _require("methods", self.methods, unique, "different methods, at least one")
+        if self.seeds > 1 and not self.compare:
+            raise ValueError("`--seeds` above 1 needs `--compare`.")
+        if self.resume and self.out is None:
+            raise ValueError(
+                "`--resume` needs `--out DIRECTORY`, the directory of the run."
+            )
+
+    def _check_family(self, family: _Family) -> None:
+        """Raises an error if an option is for models of another architecture."""
+        expected = f"one of {', '.join(family.data)} with {self.model}"
+        valid = self.data is None or self.data in family.data
+        _require("data", self.data, valid, expected)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, families in _ONLY_OF.items():
+            given = getattr(self, name)
+            if self.family not in families and given != defaults[name]:
+                raise ValueError(
+                    f"`--{name.replace('_', '-')}` is for "
+                    f"{' and '.join(families)}, but got {given} with {self.model}."
+                )
+
+
+def _digest(folder: pathlib.Path) -> str:
+    """Returns a digest of the weights in a folder; of nothing if there are none."""
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require(name: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
-        raise ValueError(f"`--{name}` must be {expected}, but got {value}.")
+        raise ValueError(
+            f"`--{name.replace('_', '-')}` must be {expected}, but got {value}."
+        )

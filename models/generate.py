@@ -18,6 +18,7 @@ def generate(
     prompt: jax.Array,
     num_tokens: int,
     *,
+    lengths: jax.Array | None = None,
     key: jax.Array | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -32,8 +33,11 @@ def generate(
         model: The model.
         variables: Its variables.
         prompt: Integers [batch, length], with a length of 1 at least.
-        num_tokens: How many are added to each sequence. With the prompt they are at
-            most the model's `context`.
+        num_tokens: How many are added to the longest prompt. With it they are at most
+            the model's `context`.
+        lengths: Integers [batch], from 1 to `length`: the tokens of each prompt, where
+            they differ; what stands behind them is left out, and shorter prompts have
+            more tokens added. All of `prompt` if `None`.
         key: With a key, tokens are drawn; without one, each is the likeliest (greedy).
         temperature: Logits are divided by it before a draw; above 0. Below 1 draws keep
             closer to the likeliest token.
@@ -44,7 +48,7 @@ def generate(
             stand in the prompt: GPT-2's begins its texts, too.
 
     Returns:
-        int32 [batch, length + num_tokens]: the prompt and what was added.
+        int32 [batch, length + num_tokens]: each prompt and what was added to it.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -58,8 +62,12 @@ def generate(
         (1, 8)
     """
     _check(model, prompt, num_tokens, temperature, top_p, end)
+    if lengths is None:
+        lengths = jnp.full(len(prompt), prompt.shape[1])
+    _check_lengths(lengths, prompt)
+    drawing = (key, temperature, top_p)
     return _generate(
-        model, num_tokens, key is None, end, variables, prompt, key, temperature, top_p
+        model, num_tokens, key is None, end, variables, prompt, lengths, *drawing
     )
 
 
@@ -92,6 +100,7 @@ def _generate(
     end: int | None,
     variables: Mapping[str, Any],
     prompt: jax.Array,
+    lengths: jax.Array,
     key: jax.Array | None,
     temperature: jax.Array,
     top_p: jax.Array,
@@ -112,15 +121,18 @@ def _generate(
             drawn = jax.random.categorical(
                 jax.random.fold_in(key, place), nucleus(logits / temperature, top_p)
             )
+        is_given = place < lengths
         if end is not None:
             drawn = jnp.where(ended, end, drawn)
-            ended = drawn == end
+            ended = (drawn == end) & ~is_given
+        drawn = jnp.where(is_given, tokens[:, place], drawn)
         return tokens.at[:, place].set(drawn.astype(jnp.int32)), ended
 
     tokens = jnp.zeros((batch, length + num_tokens), jnp.int32)
     tokens = tokens.at[:, :length].set(prompt.astype(jnp.int32))
     ended = jnp.zeros(batch, bool)
-    return jax.lax.fori_loop(length, length + num_tokens, add_one, (tokens, ended))[0]
+    first = jnp.min(lengths, initial=length)
+    return jax.lax.fori_loop(first, length + num_tokens, add_one, (tokens, ended))[0]
 
 
 def _check(
@@ -154,4 +166,18 @@ def _check(
         raise ValueError(
             f"`end` must be a token, from 0 to {model.config.vocabulary - 1}, but got "
             f"{end}."
+        )
+
+
+def _check_lengths(lengths: jax.Array, prompt: jax.Array) -> None:
+    batch, longest = prompt.shape
+    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"`lengths` must be integers [{batch}], one for each prompt, but got "
+            f"{lengths.dtype} {list(lengths.shape)}."
+        )
+    if batch and not 1 <= int(jnp.min(lengths)) <= int(jnp.max(lengths)) <= longest:
+        raise ValueError(
+            f"`lengths` must be from 1 to {longest}, the length of `prompt`, but got "
+            f"{lengths.tolist()}."
         )

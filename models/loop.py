@@ -1,25 +1,28 @@
 """One training run, from its set-up to its result."""
 
 import dataclasses
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import rich.console
 import rich.progress
 
-from models import memory, plots
+from models import memory, plots, weights
 from models.checkpoints import Checkpoints
 from models.data import evaluation_batches, training_batches
 from models.run_directory import Record
 from models.setup import Setup, compile_evaluation, compile_training, initial_state
-from models.step import TrainState
+from models.step import TrainState, all_variables
+from models.tasks.task import Variables
 
 
 def train(setup: Setup, console: rich.console.Console) -> Record:
-    """Trains, writes metrics and checkpoints, and returns the result.
+    """Trains, writes metrics, checkpoints and weights, and returns the result.
 
     An interrupt loses the epoch that runs at that moment, and no finished one.
 
@@ -27,10 +30,12 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
         ValueError: If the run to resume has other options, or cannot be read.
         FloatingPointError: If the loss is no longer finite.
     """
-    config, directory = setup.config, setup.directory
+    config, directory, metric = setup.config, setup.directory, setup.task.metric
     directory.create(resume=config.resume)
-    state = initial_state(setup)
-    with Checkpoints(directory.path) as checkpoints:
+    state, frozen = initial_state(setup)
+    with Checkpoints(
+        directory.path, higher_is_better=metric.higher_is_better
+    ) as checkpoints:
         num_finished = 0
         if config.resume:
             state, num_finished = _restore(setup, checkpoints, state)
@@ -41,27 +46,77 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
         resident_nbytes = memory.resident_nbytes()
         with _progress(console) as progress:
             for epoch in range(num_finished + 1, config.epochs + 1):
-                state, records = _train_epoch(setup, train_step, state, epoch, progress)
-                records.append(
-                    _summary(setup, records, _evaluate(setup, eval_step, state))
+                if _is_stuck(setup, directory.read_metrics()):
+                    break
+                state, records = _train_epoch(
+                    setup, train_step, state, frozen, epoch, progress
                 )
+                evaluation = _evaluate(setup, eval_step, state, frozen)
+                records.append(_summary(setup, records, evaluation))
                 # Metrics first: resuming drops those of epochs without a checkpoint.
                 directory.append_metrics(records)
-                checkpoints.save(epoch, state, config.identity())
+                score = _score(setup, evaluation[metric.key])
+                checkpoints.save(epoch, state, config.identity(), score)
+        peak_resident_nbytes = memory.peak_resident_nbytes()
+        best = checkpoints.best()
+        best_state = state if best is None else checkpoints.restore(best, state)
     dynamic = {
         "identity": config.identity(),
         "epochs": config.epochs,
         "resident_nbytes_before_training": resident_nbytes,
-        "peak_resident_nbytes": memory.peak_resident_nbytes(),
+        "peak_resident_nbytes": peak_resident_nbytes,
     }
     metrics = directory.read_metrics()
-    result = static | dynamic | _outcome(metrics)
+    result = static | dynamic | _outcome(setup, metrics, best)
     watched = [record for record in metrics if "bits" in record]
     if watched:
         result["pool_nbytes"] = max(record["pool_nbytes"] for record in watched)
         plots.plot_bits(watched, directory.path / "bits.png")
+    result |= _keep(setup, all_variables(best_state, frozen), console)
     directory.write_result(result)
     return result
+
+
+def _keep(
+    setup: Setup, variables: Variables, console: rich.console.Console
+) -> Mapping[str, float]:
+    """Saves the best weights, and what a person may look at; returns its metrics."""
+    folder = setup.directory.path / "weights"
+    folder.mkdir(exist_ok=True)
+    save = weights.save_adapters if setup.config.lora else weights.save
+    save(folder, setup.task.config, variables)
+    if setup.task.tokenizer is not None:
+        setup.task.tokenizer.save(str(folder / "tokenizer.json"))
+    with console.status("writing samples"):
+        metrics, text = setup.task.samples(setup.model, variables, setup.config.seed)
+    if text:
+        (setup.directory.path / "samples.txt").write_text(text, encoding="utf-8")
+        console.print(text, markup=False, highlight=False)
+    return metrics
+
+
+def _score(setup: Setup, value: float) -> float:
+    """Returns a metric for comparison: where it is undefined, the worst there is."""
+    if math.isfinite(value):
+        return value
+    worst = 1e300
+    return -worst if setup.task.metric.higher_is_better else worst
+
+
+def _is_stuck(setup: Setup, metrics: Sequence[Record]) -> bool:
+    """Whether the last epochs, as many as `--patience` says, brought nothing better."""
+    if setup.config.patience is None:
+        return False
+    metric = setup.task.metric
+    best, waited = None, 0
+    for record in metrics:
+        if record["kind"] == "epoch":
+            value = _score(setup, record[metric.key])
+            if metric.improves(value, best):
+                best, waited = value, 0
+            else:
+                waited += 1
+    return waited >= setup.config.patience
 
 
 def _restore(
@@ -91,24 +146,28 @@ def _restore(
 
 
 def _evaluate(
-    setup: Setup, eval_step: jax.stages.Compiled, state: TrainState
+    setup: Setup, eval_step: jax.stages.Compiled, state: TrainState, frozen: Variables
 ) -> Record:
-    loss = num_correct = 0.0
-    for batch in evaluation_batches(setup.dataset.test, batch_size=setup.config.batch):
-        metrics = eval_step(state.params, state.batch_stats, *batch)
-        loss += float(metrics["loss"])
-        num_correct += float(metrics["num_correct"])
-    num_examples = len(setup.dataset.test)
-    return {
-        "test_loss": loss / num_examples,
-        "test_accuracy": num_correct / num_examples,
-    }
+    batches = evaluation_batches(setup.task.test, batch_size=setup.config.batch)
+    others = {**frozen, **state.mutable}
+    predictions = [
+        {
+            name: np.asarray(values)[:count]
+            for name, values in eval_step(state.trained, others, *batch).items()
+        }
+        for count, batch in batches
+    ]
+    names = predictions[0]
+    together = {n: np.concatenate([part[n] for part in predictions]) for n in names}
+    metrics = setup.task.measure(together)
+    return {f"test_{name}": value for name, value in metrics.items()}
 
 
 def _train_epoch(
     setup: Setup,
     train_step: Callable[..., tuple[TrainState, Record]],
     state: TrainState,
+    frozen: Variables,
     epoch: int,
     progress: rich.progress.Progress,
 ) -> tuple[TrainState, list[Record]]:
@@ -120,18 +179,19 @@ def _train_epoch(
     )
     records: list[Record] = []
     batches = training_batches(
-        setup.dataset.train, batch_size=config.batch, seed=config.seed, epoch=epoch
+        setup.task.train, batch_size=config.batch, seed=config.seed, epoch=epoch
     )
-    for index, (images, labels) in enumerate(batches):
+    key = setup.key
+    for index, batch in enumerate(batches):
         start = time.perf_counter()
-        state, metrics = train_step(state, images, labels)
-        loss = float(metrics["loss"])  # waits for the step
+        state, metrics = train_step(state, frozen, key, *batch)
+        loss = float(metrics.pop("loss"))  # waits for the step
         seconds = time.perf_counter() - start
         number = (epoch - 1) * setup.steps_per_epoch + index + 1
         if not abs(loss) < float("inf"):
             raise FloatingPointError(
                 f"The loss is {loss} at step {number}. A smaller `--learning-rate` "
-                f"(now {config.resolved_learning_rate}) may help."
+                f"(now {config.learning_rate}) may help."
             )
         watched = setup.method.watch()
         records.append(
@@ -142,8 +202,8 @@ def _train_epoch(
                 "epoch": epoch,
                 "step": number,
                 "loss": loss,
-                "accuracy": int(metrics["num_correct"]) / config.batch,
                 "seconds": seconds,
+                **{name: float(value) for name, value in metrics.items()},
                 **watched,
             }
         )
@@ -160,28 +220,40 @@ def _live(watched: Mapping[str, Any]) -> str:
 
 
 def _summary(setup: Setup, steps: list[Record], evaluation: Record) -> Record:
+    means = {
+        name: statistics.fmean(record[name] for record in steps)
+        for name in ("loss", "accuracy")
+        if name in steps[0]
+    }
     return {
         "kind": "epoch",
         "method": setup.config.method,
         "seed": setup.config.seed,
         "epoch": steps[-1]["epoch"],
         "step": steps[-1]["step"],
-        "loss": statistics.fmean(record["loss"] for record in steps),
-        "accuracy": statistics.fmean(record["accuracy"] for record in steps),
+        **means,
         **evaluation,
     }
 
 
-def _outcome(records: list[Record]) -> Record:
-    """Returns what the metrics of a finished run come to."""
-    last = [record for record in records if record["kind"] == "epoch"][-1]
+def _outcome(setup: Setup, records: list[Record], best: int | None) -> Record:
+    """Returns what the metrics of a finished run come to.
+
+    Args:
+        setup: What was run.
+        records: Its metrics.
+        best: The epoch of the best checkpoint.
+    """
+    epochs = [record for record in records if record["kind"] == "epoch"]
+    key = setup.task.metric.key
     # The first step of a process also pays for first-touch of its memory.
     seconds = [r["seconds"] for r in records if r["kind"] == "step"]
     return {
         "step_seconds": statistics.median(seconds[1:] or seconds),
-        "final_loss": last["loss"],
-        "test_loss": last["test_loss"],
-        "test_accuracy": last["test_accuracy"],
+        "final_loss": epochs[-1]["loss"],
+        "best_epoch": best,
+        **{f"best_{key}": r[key] for r in epochs if r["epoch"] == best},
+        **{name: x for name, x in epochs[-1].items() if name.startswith("test_")},
     }
 
 

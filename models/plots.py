@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from models.run_directory import Record
+from models.tasks.task import Metric
 
 
 # Lines that coincide stay visible: later ones are thinner and broken.
@@ -27,7 +28,7 @@ _MEMORY_PANELS = (
 def plot_loss(
     results: Sequence[Record], records: Sequence[Record], path: pathlib.Path
 ) -> None:
-    """Draws training loss by step and test accuracy by epoch, one line per method.
+    """Draws training loss by step and quality by epoch, one line per method.
 
     Args:
         results: One per method, in the order of the legend.
@@ -35,7 +36,9 @@ def plot_loss(
         path: The PNG file to write.
     """
     figure = Figure(figsize=(10, 4), layout="constrained")
-    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    loss_axes, quality_axes = figure.subplots(1, 2)
+    metric = Metric(**results[0]["metric"])
+    percent = 100 if metric.is_share else 1
     for index, result in enumerate(results):
         line = {"color": f"C{index}", **_LINES[index % len(_LINES)]}
         mine = [r for r in records if r["method"] == result["method"]]
@@ -47,17 +50,17 @@ def plot_loss(
             label=result["label"],
             **line,
         )
-        accuracy_axes.plot(
+        quality_axes.plot(
             [r["epoch"] for r in epochs],
-            [100 * r["test_accuracy"] for r in epochs],
+            [percent * r[metric.key] for r in epochs],
             marker="o",
             markersize=4,
             **line,
         )
     loss_axes.set(xlabel="Step", ylabel="Training loss", yscale="log")
-    accuracy_axes.set(xlabel="Epoch", ylabel="Test accuracy (%)")
-    accuracy_axes.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (loss_axes, accuracy_axes):
+    quality_axes.set(xlabel="Epoch", ylabel=metric.axis)
+    quality_axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (loss_axes, quality_axes):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     loss_axes.legend(frameon=False)

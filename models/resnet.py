@@ -54,6 +54,11 @@ class ResNetConfig:
                 f"`block` must be 'basic' or 'bottleneck', but got {self.block!r}."
             )
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Paths of the variables that are trained, for `lora.split`."""
+        return ("params",)
+
 
 def _batch_norm(train: bool, name: str, **options: object) -> nn.BatchNorm:
     # Momentum 0.9 lets the running statistics settle within some thirty steps, so

@@ -181,7 +181,12 @@ class Roberta(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, mask: jax.Array | None = None, *, train: bool
+        self,
+        tokens: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        train: bool,
+        return_hidden: bool = False,
     ) -> jax.Array:
         """Maps sequences to logits, float32 [batch, num_labels].
 
@@ -190,6 +195,8 @@ class Roberta(nn.Module):
             mask: Booleans [batch, length], false where a sequence is filled up; where
                 `tokens` is not `padding` if `None`.
             train: Whether there is dropout, with the key of `rngs={"dropout": key}`.
+            return_hidden: Whether to return what the head reads instead, [batch,
+                length, width] in `dtype`.
 
         Raises:
             ValueError: If the sequences are longer than `context`, or `mask` has
@@ -221,6 +228,8 @@ class Roberta(nn.Module):
         else:
             for index in range(config.num_layers):
                 x = block_class(config, train, name=f"block{index + 1}")(x, mask)
+        if return_hidden:
+            return x
         return ClassificationHead(config, train, name="head")(x)
 
     def _embed(self, tokens: jax.Array, mask: jax.Array, train: bool) -> jax.Array:

@@ -1,25 +1,20 @@
-"""What is fixed during a training run: data, model, compiled steps."""
+"""What is fixed during a training run: task, model, compiled steps."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import optax
 
-from models import memory, resnet, step
+from models import memory, step, weights
 from models.config import TrainConfig
-from models.data import Dataset, load
 from models.methods import Method, MethodOptions, make_method
 from models.optimizer import make_optimizer
 from models.run_directory import Record, RunDirectory
-
-
-MODELS = {
-    "resnet18": resnet.resnet18,
-    "resnet34": resnet.resnet34,
-    "resnet50": resnet.resnet50,
-}
+from models.tasks.choose import choose_task
+from models.tasks.task import Batch, Task, Variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +22,8 @@ class Setup:
     """Everything that is fixed during a run.
 
     Attributes:
-        config: The options.
-        dataset: Training and test split.
+        config: The options, filled in.
+        task: What is learned.
         method: What is wrapped.
         model: The model, its blocks wrapped by the method.
         optimizer: Turns gradients into updates.
@@ -36,16 +31,21 @@ class Setup:
     """
 
     config: TrainConfig
-    dataset: Dataset
+    task: Task
     method: Method
-    model: resnet.ResNet
+    model: nn.Module
     optimizer: optax.GradientTransformation
     directory: RunDirectory
 
     @property
     def steps_per_epoch(self) -> int:
         """The number of full batches in the training split."""
-        return len(self.dataset.train) // self.config.batch
+        return len(self.task.train) // self.config.batch
+
+    @property
+    def key(self) -> jax.Array:
+        """What dropout and masks of all steps come from; weights have another."""
+        return jax.random.fold_in(jax.random.key(self.config.seed), 1)
 
 
 def set_up(config: TrainConfig) -> Setup:
@@ -55,47 +55,53 @@ def set_up(config: TrainConfig) -> Setup:
         ValueError: If an option is out of range or does not fit the others.
         FileNotFoundError: If the data set or the run to resume is missing.
     """
+    config = config.filled()
     options = MethodOptions(config.bits, config.policy, config.store, config.budget)
     method = make_method(config.method, options)
-    dataset = load(config.data, directory=config.data_dir, seed=config.seed)
-    steps_per_epoch = len(dataset.train) // config.batch
+    task = choose_task(config)
+    steps_per_epoch = len(task.train) // config.batch
     if steps_per_epoch < 1:
         raise ValueError(
-            f"`--batch` must be at most {len(dataset.train)}, the number of training "
-            f"images in {config.data}, but got {config.batch}."
+            f"`--batch` must be at most {len(task.train)}, the number of training "
+            f"examples in {config.data}, but got {config.batch}."
         )
-    shape = MODELS[config.model](
-        num_classes=dataset.num_classes,
-        num_filters=config.width,
-        # A stem for small images keeps their size.
-        stem="cifar" if dataset.image_shape[0] <= 64 else "imagenet",
-    )
     optimizer = make_optimizer(
         config.optimizer,
-        learning_rate=config.resolved_learning_rate,
-        weight_decay=config.resolved_weight_decay,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
         schedule=config.schedule,
         steps_per_epoch=steps_per_epoch,
         epochs=config.epochs,
     )
     return Setup(
         config=config,
-        dataset=dataset,
+        task=task,
         method=method,
-        model=resnet.ResNet(shape, wrap_block=method.wrap_block),
+        model=task.make_model(method.wrap_block),
         optimizer=optimizer,
         directory=RunDirectory(config.resolved_directory),
     )
 
 
-def initial_state(setup: Setup) -> step.TrainState:
-    """Draws the initial weights; they depend on seed and model, not on the method."""
-    return step.create_state(
-        setup.model,
-        setup.optimizer,
-        image_shape=setup.dataset.image_shape,
-        seed=setup.config.seed,
-    )
+def initial_state(setup: Setup) -> tuple[step.TrainState, Variables]:
+    """Draws or loads the initial weights; they do not depend on the method.
+
+    Returns:
+        The state, and the variables that stay as they are.
+
+    Raises:
+        WeightsError: If there are weights to start from, but they do not fit.
+    """
+    # Random numbers of many shapes take six times longer to compile with
+    # optimizations, and this program runs once.
+    options = {"xla_backend_optimization_level": "0"}
+    init = jax.jit(step.make_init(setup.task, setup.model), compiler_options=options)
+    variables = init(jax.random.key(setup.config.seed))
+    if setup.config.weights is not None:
+        variables = weights.load(
+            setup.config.weights, setup.task.config, variables, fresh_head=True
+        )
+    return step.begin(setup.task, variables, setup.optimizer)
 
 
 def compile_training(setup: Setup) -> tuple[Callable[..., Any], Record]:
@@ -103,21 +109,26 @@ def compile_training(setup: Setup) -> tuple[Callable[..., Any], Record]:
 
     Of a method that adapts it is the memory of the first program.
     """
-    state, batch = _shapes(setup)
-    loss = setup.method.wrap_loss(step.make_loss(setup.model))
+    state, frozen, batch = _shapes(setup)
+    loss = setup.method.wrap_loss(step.make_loss(setup.task, setup.model))
     train_step = setup.method.jit(
         step.make_train_step(loss, setup.optimizer), donate_argnums=0
     )
+    arguments = (state, frozen, setup.key, *batch)
     candidates = [
-        step.compile_train_step(train_step, state, batch, compiler_options=options)
+        step.compile_train_step(train_step, *arguments, compiler_options=options)
         for options in setup.method.compiler_options
     ]
     compiled = min(candidates, key=memory.temp_nbytes)
+    num_trained = _num_elements(state.trained)
     return train_step if setup.method.adapts else compiled, {
         "method": setup.method.name,
         "label": setup.method.label,
         "seed": setup.config.seed,
-        "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
+        "data": setup.task.name,
+        "metric": dataclasses.asdict(setup.task.metric),
+        "num_params": num_trained + _num_elements(frozen),
+        "num_trained": num_trained,
         "temp_nbytes": memory.temp_nbytes(compiled),
         "residual_nbytes": residual_nbytes(setup),
     }
@@ -125,26 +136,32 @@ def compile_training(setup: Setup) -> tuple[Callable[..., Any], Record]:
 
 def residual_nbytes(setup: Setup) -> int:
     """Returns the bytes that one step keeps for its backward pass; runs nothing."""
-    state, batch = _shapes(setup)
-    loss = setup.method.wrap_loss(step.make_loss(setup.model))
+    state, frozen, batch = _shapes(setup)
+    loss = setup.method.wrap_loss(step.make_loss(setup.task, setup.model))
+    others = {**frozen, **state.mutable}
     return memory.saved_residual_nbytes(
-        loss, state.params, state.batch_stats, *batch, jit=setup.method.jit
+        loss, state.trained, others, setup.key, *batch, jit=setup.method.jit
     )
 
 
 def compile_evaluation(setup: Setup) -> jax.stages.Compiled:
     """Compiles the evaluation step."""
-    state, batch = _shapes(setup)
-    weights = jax.ShapeDtypeStruct((setup.config.batch,), "float32")
-    evaluate = jax.jit(step.make_eval_step(setup.model))
-    return evaluate.lower(state.params, state.batch_stats, *batch, weights).compile()
+    state, frozen, batch = _shapes(setup)
+    evaluate = jax.jit(step.make_eval_step(setup.task, setup.model))
+    others = {**frozen, **state.mutable}
+    return evaluate.lower(state.trained, others, *batch).compile()
 
 
-def _shapes(
-    setup: Setup,
-) -> tuple[step.TrainState, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-    """Returns a state and a batch in shape and dtype only."""
-    image_shape = setup.dataset.image_shape
-    init = step.make_init(setup.model, setup.optimizer, image_shape)
-    state = jax.eval_shape(init, jax.random.key(setup.config.seed))
-    return state, step.abstract_batch(setup.config.batch, image_shape)
+def _shapes(setup: Setup) -> tuple[step.TrainState, Variables, Batch]:
+    """Returns a state, frozen variables and a batch, in shape and dtype only."""
+
+    def init(key: jax.Array) -> tuple[step.TrainState, Variables]:
+        variables = step.make_init(setup.task, setup.model)(key)
+        return step.begin(setup.task, variables, setup.optimizer)
+
+    state, frozen = jax.eval_shape(init, jax.random.key(setup.config.seed))
+    return state, frozen, step.abstract_batch(setup.task, setup.config.batch)
+
+
+def _num_elements(variables: Variables) -> int:
+    return sum(x.size for x in jax.tree.leaves(variables))

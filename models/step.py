@@ -7,149 +7,135 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+
+from models import lora
+from models.tasks.task import Batch, Task, Variables
 
 
 ArrayTree = Any
 Metrics = dict[str, jax.Array]
-LossFunction = Callable[..., tuple[jax.Array, tuple[ArrayTree, jax.Array]]]
+LossFunction = Callable[..., tuple[jax.Array, tuple[ArrayTree, Metrics]]]
 WrapLoss = Callable[[LossFunction], LossFunction]
 
 
 @flax.struct.dataclass
 class TrainState:
-    """All arrays that training changes."""
+    """All arrays that training changes.
 
-    params: ArrayTree
-    batch_stats: ArrayTree
+    Attributes:
+        trained: The variables that are differentiated.
+        mutable: The collections that the forward pass changes.
+        optimizer_state: What the optimizer keeps.
+        step: int32 [], training steps that are done.
+    """
+
+    trained: Variables
+    mutable: Variables
     optimizer_state: ArrayTree
     step: jax.Array
 
 
-def make_init(
-    model: nn.Module,
-    optimizer: optax.GradientTransformation,
-    image_shape: tuple[int, ...],
-) -> Callable[[jax.Array], TrainState]:
-    """Returns `init(key) -> state`; equal for equal models, wrapped or not."""
+def make_init(task: Task, model: nn.Module) -> Callable[[jax.Array], Variables]:
+    """Returns `init(key) -> variables`; equal for equal models, wrapped or not."""
 
-    def init(key: jax.Array) -> TrainState:
-        images = jnp.zeros((1, *image_shape))
-        variables = model.init(key, images, train=True)
-        return TrainState(
-            params=variables["params"],
-            batch_stats=variables["batch_stats"],
-            optimizer_state=optimizer.init(variables["params"]),
-            step=jnp.zeros((), jnp.int32),
-        )
+    def init(key: jax.Array) -> Variables:
+        return task.init(model, key)
 
     return init
 
 
-def create_state(
-    model: nn.Module,
-    optimizer: optax.GradientTransformation,
-    *,
-    image_shape: tuple[int, ...],
-    seed: int,
-) -> TrainState:
-    """Draws the initial state from `seed`."""
-    # Random numbers of many shapes take six times longer to compile with
-    # optimizations, and this program runs once.
-    options = {"xla_backend_optimization_level": "0"}
-    init = make_init(model, optimizer, image_shape)
-    return jax.jit(init, compiler_options=options)(jax.random.key(seed))
+def begin(
+    task: Task, variables: Variables, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, Variables]:
+    """Returns the state before the first step, and the variables that stay as they are.
+
+    Args:
+        task: Says which are trained.
+        variables: All of the model's.
+        optimizer: Turns gradients into updates.
+    """
+    trained, others = lora.split(variables, task.trained)
+    mutable = {name: others.pop(name) for name in task.mutable if name in others}
+    state = TrainState(
+        trained=trained,
+        mutable=mutable,
+        optimizer_state=optimizer.init(trained),
+        step=jnp.zeros((), jnp.int32),
+    )
+    return state, others
 
 
-def make_loss(model: nn.Module) -> LossFunction:
-    """Returns `loss(params, batch_stats, images, labels) -> (loss, aux)`.
+def all_variables(state: TrainState, frozen: Variables) -> dict[str, Any]:
+    """Returns the variables of the model, as `begin` was given them."""
+    return lora.merge(state.trained, {**frozen, **state.mutable})
+
+
+def make_loss(task: Task, model: nn.Module) -> LossFunction:
+    """Returns `loss(trained, others, key, *batch) -> (loss, (mutable, metrics))`.
 
     The loss is one function of arrays, so that it can be wrapped as a whole. The
-    auxiliary output holds the new running statistics and the number of correct
-    predictions.
+    auxiliary output holds the collections that changed and metrics of the batch.
     """
 
     def loss(
-        params: ArrayTree, batch_stats: ArrayTree, images: jax.Array, labels: jax.Array
-    ) -> tuple[jax.Array, tuple[ArrayTree, jax.Array]]:
-        logits, updated = model.apply(
-            {"params": params, "batch_stats": batch_stats},
-            images,
-            train=True,
-            mutable=["batch_stats"],
-        )
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        num_correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels)
-        return jnp.mean(losses), (updated["batch_stats"], num_correct)
+        trained: Variables, others: Variables, key: jax.Array, *batch: jax.Array
+    ) -> tuple[jax.Array, tuple[ArrayTree, Metrics]]:
+        variables = lora.merge(trained, others)
+        return task.loss(model, variables, key, batch)
 
     return loss
 
 
 def make_train_step(
     loss: LossFunction, optimizer: optax.GradientTransformation
-) -> Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, Metrics]]:
-    """Returns `step(state, images, labels) -> (state, metrics)`.
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Returns `step(state, frozen, key, *batch) -> (state, metrics)`.
 
     Args:
         loss: What `make_loss` returns, wrapped or not.
         optimizer: Turns gradients into updates.
 
     Returns:
-        A pure function; the state is meant to be donated.
+        A pure function; the state is meant to be donated. What is random in a step
+        depends on the key and the number of the step.
     """
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
     def step(
-        state: TrainState, images: jax.Array, labels: jax.Array
+        state: TrainState, frozen: Variables, key: jax.Array, *batch: jax.Array
     ) -> tuple[TrainState, Metrics]:
-        (value, (batch_stats, num_correct)), gradients = value_and_grad(
-            state.params, state.batch_stats, images, labels
+        key = jax.random.fold_in(key, state.step)
+        (value, (mutable, metrics)), gradients = value_and_grad(
+            state.trained, {**frozen, **state.mutable}, key, *batch
         )
         updates, optimizer_state = optimizer.update(
-            gradients, state.optimizer_state, state.params
+            gradients, state.optimizer_state, state.trained
         )
         new_state = TrainState(
-            params=optax.apply_updates(state.params, updates),
-            batch_stats=batch_stats,
+            trained=optax.apply_updates(state.trained, updates),
+            mutable=mutable,
             optimizer_state=optimizer_state,
             step=state.step + 1,
         )
-        return new_state, {"loss": value, "num_correct": num_correct}
+        return new_state, {"loss": value, **metrics}
 
     return step
 
 
-def make_eval_step(model: nn.Module) -> Callable[..., Metrics]:
-    """Returns `step(params, batch_stats, images, labels, weights) -> metrics`.
+def make_eval_step(task: Task, model: nn.Module) -> Callable[..., Metrics]:
+    """Returns `step(trained, others, *batch) -> predictions`, one for each example."""
 
-    The metrics are sums over the examples, each times its weight.
-    """
-
-    def step(
-        params: ArrayTree,
-        batch_stats: ArrayTree,
-        images: jax.Array,
-        labels: jax.Array,
-        weights: jax.Array,
-    ) -> Metrics:
-        logits = model.apply(
-            {"params": params, "batch_stats": batch_stats}, images, train=False
-        )
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
-        return {
-            "loss": jnp.sum(losses * weights),
-            "num_correct": jnp.sum(correct * weights),
-        }
+    def step(trained: Variables, others: Variables, *batch: jax.Array) -> Metrics:
+        return task.predict(model, lora.merge(trained, others), batch)
 
     return step
 
 
 def compile_train_step(
     step: Callable[..., tuple[TrainState, Metrics]],
-    state: TrainState,
-    batch: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
-    *,
+    *arguments: Any,
     compiler_options: Mapping[str, str],
 ) -> jax.stages.Compiled:
     """Compiles a training step ahead of time, the state donated.
@@ -158,15 +144,13 @@ def compile_train_step(
     returned is compiled as it is.
     """
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step, donate_argnums=0)
-    lowered = jitted.lower(state, *batch)
+    lowered = jitted.lower(*arguments)
     return lowered.compile(compiler_options=dict(compiler_options) or None)
 
 
-def abstract_batch(
-    batch_size: int, image_shape: tuple[int, ...]
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns shape and dtype of a batch of images and of its labels."""
-    return (
-        jax.ShapeDtypeStruct((batch_size, *image_shape), jnp.float32),
-        jax.ShapeDtypeStruct((batch_size,), jnp.int32),
+def abstract_batch(task: Task, batch_size: int) -> Batch:
+    """Returns shapes and dtypes of a batch of examples."""
+    example = task.train.take(np.zeros(1, np.int64))
+    return tuple(
+        jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype) for x in example
     )

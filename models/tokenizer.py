@@ -67,15 +67,17 @@ class Tokenizer:
             raise ValueError(
                 f"`family` must be one of {', '.join(_SPECIAL)}, but got {family!r}."
             )
-        self._tokenizer = _read(pathlib.Path(folder), family)
-        padding = self._tokenizer.token_to_id(_PADDING[family])
+        self.backend: tokenizers.Tokenizer = _read(pathlib.Path(folder), family)
+        """What does the work, of the library `tokenizers`."""
+        """The tokenizer of the library `tokenizers`."""
+        padding = self.backend.token_to_id(_PADDING[family])
         self.padding: int = padding
         """The token that short sequences are filled up with."""
 
     @property
     def num_tokens(self) -> int:
         """The size of the vocabulary, special tokens included."""
-        return self._tokenizer.get_vocab_size()
+        return self.backend.get_vocab_size()
 
     def encode(
         self,
@@ -100,7 +102,7 @@ class Tokenizer:
                 f"`second` must have as many texts as `texts`, {len(texts)}, but has "
                 f"{len(second)}."
             )
-        num_special = self._tokenizer.num_special_tokens_to_add(second is not None)
+        num_special = self.backend.num_special_tokens_to_add(second is not None)
         if length <= num_special:
             raise ValueError(
                 f"`length` must be above {num_special}, the number of special tokens, "
@@ -108,9 +110,9 @@ class Tokenizer:
             )
         pairs = texts if second is None else list(zip(texts, second, strict=True))
         # The state is set anew each time: a tokenizer file may bring another.
-        self._tokenizer.enable_truncation(length)
-        self._tokenizer.no_padding()
-        encoded = self._tokenizer.encode_batch(list(pairs))
+        self.backend.enable_truncation(length)
+        self.backend.no_padding()
+        encoded = self.backend.encode_batch(list(pairs))
         tokens = np.full((len(texts), length), self.padding, np.int32)
         mask = np.zeros((len(texts), length), bool)
         for row, encoding in enumerate(encoded):
@@ -120,7 +122,7 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without the special ones."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return self.backend.decode(list(tokens), skip_special_tokens=True)
 
 
 def _read(folder: pathlib.Path, family: FamilyName) -> tokenizers.Tokenizer:

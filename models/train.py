@@ -1,9 +1,11 @@
-"""Trains an image classifier, by one method of saving memory or by several.
+"""Trains a model, by one method of saving memory or by several.
 
 Examples:
     python -m models.train --width 16 --method checkpoint --out runs/first
     python -m models.train --width 16 --method checkpoint --out runs/first --resume
     python -m models.train --width 16 --compare
+    python -m models.train roberta-base --lora 8 --data docstrings --method compress
+    python -m models.train gpt2-medium --lora 8 --data docstrings --compare
 """
 
 import dataclasses
@@ -17,6 +19,7 @@ import tyro
 
 from models import compare, loop
 from models.config import TrainConfig
+from models.pretraining import with_weights
 from models.setup import set_up
 
 
@@ -27,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     console = rich.console.Console()
     try:
-        config.check()
-        config = _with_directory(config)
+        config = with_weights(_with_directory(config.filled()), console)
         if config.compare:
             compare.run(config, console)
         else:
@@ -47,10 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: TrainConfig, console: rich.console.Console) -> None:
-    result = loop.train(set_up(config), console)
+    setup = set_up(config)
+    result = loop.train(setup, console)
+    metric = setup.task.metric
     console.print(
-        f"{result['label']}: test accuracy {result['test_accuracy']:.2%}, "
-        f"{result['step_seconds']:.3f} s a step. Written to {config.out}.",
+        f"{result['label']}: test {metric.name} {metric.show(result[metric.key])} "
+        f"(best {metric.show(result[f'best_{metric.key}'])}, epoch "
+        f"{result['best_epoch']}), {result['step_seconds']:.3f} s a step. Written to "
+        f"{config.out}.",
         markup=False,
     )
 

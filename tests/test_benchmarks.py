@@ -22,6 +22,7 @@ from benchmarks import (
     environment,
     harness,
     importance,
+    largest_batch,
     layer_growth,
     methods,
     minimum_cut,
@@ -46,6 +47,7 @@ from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compa
 from dafjax._residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from models.resnet import ResNetConfig
+from models.tasks.task import ACCURACY, LOSS
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -60,6 +62,7 @@ PROGRAMS = (
     "transformer_memory",
     "eager_overhead",
     "importance",
+    "largest_batch",
     "layer_growth",
     "plan_bytes",
     "pool_step",
@@ -347,6 +350,40 @@ def test_a_layer_adds_what_the_plan_says(tmp_path):
     assert record["bits"] == 2
     assert 0.9 < record["added_over_planned"] < 1.1
     assert record["added_nbytes"] < 0.1 * record["plain_nbytes"]
+
+
+def test_more_sequences_fit_where_codes_are_kept(tmp_path):
+    out = tmp_path / "batches.json"
+    sizes = [
+        "--layers",
+        "4",
+        "--width",
+        "64",
+        "--heads",
+        "4",
+        "--vocabulary",
+        "100",
+        "--length",
+        "32",
+    ]
+    options = [
+        "--limit",
+        "16MiB",
+        "--methods",
+        "save_all",
+        "compress",
+        "--schedulers",
+        "default",
+    ]
+    largest_batch.main([*sizes, *options, "--out", str(out)])
+    plain, compressed = json.loads(out.read_text())["batches"]
+    assert compressed["batch"] > 2 * plain["batch"]
+    for record in (plain, compressed):
+        tried = dict(record["tried"])
+        assert record["nbytes"] == tried[record["batch"]] <= 2**24
+        assert tried[record["batch"] + 1] > 2**24
+    with pytest.raises(ValueError, match="`--limit` is 1MiB, but one sequence takes"):
+        largest_batch.main([*sizes, "--limit", "1MiB", "--out", str(out)])
 
 
 def test_plans_keep_few_more_bytes_than_a_minimum_cut(tmp_path):
@@ -694,3 +731,14 @@ def test_accuracies_are_compared_seed_by_seed(tmp_path):
     pair = accuracy._pair(runs, "final_loss", "adaptive", "fixed")
     assert pair["mean"] == pytest.approx(-0.4)
     assert pair["standard_error"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"), [(ACCURACY, [-10.0, 10.0]), (LOSS, [-20.0, 25.0])]
+)
+def test_shares_are_compared_in_points_and_losses_in_percent(metric, expected):
+    values = [(0.5, 0.4), (0.4, 0.5)]
+    runs = [{"none": {metric.key: a}, "fixed": {metric.key: b}} for a, b in values]
+    options = accuracy.Options(contenders=("none", "fixed"))
+    behind = accuracy._behind(options, runs, metric)
+    assert behind == {"fixed": pytest.approx(expected)}

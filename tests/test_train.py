@@ -24,10 +24,13 @@ from models import (
     resnet,
     run_directory,
     setup,
+    step,
     train,
+    weights,
 )
 from models.checkpoints import Checkpoints
 from models.config import TrainConfig
+from models.tasks import images
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -36,9 +39,12 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
+load_all = data.load
+
+
 def load_few(name, **options):
     """Loads 48 training and 24 test images, enough for three steps an epoch."""
-    dataset = data.load(name, **options)
+    dataset = load_all(name, **options)
     train_split, test_split = (
         dataclasses.replace(
             split, images=split.images[:count], labels=split.labels[:count]
@@ -50,8 +56,8 @@ def load_few(name, **options):
 
 def make_it_small(patch):
     one_block = functools.partial(resnet.ResNetConfig, stage_sizes=(1,))
-    patch.setattr(setup, "MODELS", {"resnet18": one_block})
-    patch.setattr(setup, "load", load_few)
+    patch.setattr(images, "MODELS", {"resnet18": one_block})
+    patch.setattr(data, "load", load_few)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +80,7 @@ def run(config, console):
 
 
 def saved_state(config):
-    like = setup.initial_state(setup.set_up(config))
+    like, _ = setup.initial_state(setup.set_up(config))
     with Checkpoints(config.out) as checkpoints:
         latest = checkpoints.latest()
         return latest, checkpoints.restore(latest, like)
@@ -158,10 +164,10 @@ def test_an_interrupt_while_saving_keeps_the_checkpoint_before(
     out = tmp_path / "run"
     save = Checkpoints.save
 
-    def interrupted(self, num_epochs, state, identity):
+    def interrupted(self, num_epochs, *arguments):
         if num_epochs == 2:
             raise KeyboardInterrupt
-        save(self, num_epochs, state, identity)
+        save(self, num_epochs, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", interrupted)
@@ -257,6 +263,59 @@ def test_bits_in_arrays_are_given_out_anew_within_the_budget(tmp_path, console):
     assert result["residual_nbytes"] > 0
 
 
+def scores(monkeypatch, values):
+    """Makes epochs end with these accuracies."""
+    left = list(values)
+    evaluate = loop._evaluate
+
+    def scored(*arguments):
+        return {**evaluate(*arguments), "test_accuracy": left.pop(0)}
+
+    monkeypatch.setattr(loop, "_evaluate", scored)
+
+
+def test_the_best_checkpoint_is_kept_and_its_weights_are_saved(
+    tmp_path, monkeypatch, console
+):
+    scores(monkeypatch, [0.1, 0.7, 0.3, 0.2, 0.6])
+    config = tiny(tmp_path, epochs=5)
+    result = run(config, console)
+    assert (result["best_epoch"], result["best_test_accuracy"]) == (2, 0.7)
+    assert result["test_accuracy"] == 0.6
+    kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {2, 4, 5}
+    like, frozen = setup.initial_state(setup.set_up(config))
+    with Checkpoints(tmp_path) as checkpoints:
+        best, last = (checkpoints.restore(n, like) for n in (2, 5))
+    saved = weights.load(
+        tmp_path / "weights",
+        setup.set_up(config).task.config,
+        step.all_variables(like, frozen),
+    )
+    assert_identical(saved, step.all_variables(best, frozen))
+    with pytest.raises(AssertionError):
+        assert_identical(saved, step.all_variables(last, frozen))
+
+
+def test_a_metric_that_is_undefined_is_the_worst(tmp_path, monkeypatch, console):
+    scores(monkeypatch, [float("nan"), 0.1, float("nan")])
+    assert run(tiny(tmp_path, epochs=3), console)["best_epoch"] == 2
+
+
+def test_a_run_stops_when_it_gets_no_better(tmp_path, monkeypatch, console):
+    values = [0.1, 0.3, 0.2, 0.3, 0.9]
+    scores(monkeypatch, values)
+    result = run(tiny(tmp_path, epochs=9, patience=2), console)
+    records = run_directory.RunDirectory(tmp_path).read_metrics()
+    assert max(record["epoch"] for record in records) == 4
+    assert result["best_epoch"] in (2, 4)  # equally good
+    # It is done when it is resumed, and goes on with more patience.
+    run(tiny(tmp_path, epochs=9, patience=2, resume=True), console)
+    scores(monkeypatch, values[4:])
+    result = run(tiny(tmp_path, epochs=5, patience=3, resume=True), console)
+    assert result["best_epoch"] == 5
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, console):
     with pytest.raises(FloatingPointError, match="smaller `--learning-rate`"):
         run(tiny(tmp_path / "run", learning_rate=1e30), console)
@@ -291,6 +350,18 @@ def test_a_batch_beyond_the_data_is_an_error(tmp_path, console):
             "cannot be read: 'much'",
         ),
         (["--data", "cifar10"], "unpack it in `data`, or pass `--data-dir`"),
+        (["--data", "sst2"], "`--data` must be one of digits, cifar10"),
+        (["gpt2-small", "--width", "8"], "`--width` is for resnet, but got 8 with"),
+        (["--lora", "8"], "`--lora` is for roberta and gpt2, but got 8 with resnet18"),
+        (["--patience", "0"], "`--patience` must be at least 1, but got 0."),
+        (
+            ["roberta-base", "--data", "sst2"],
+            "Put `train.tsv` and `dev.tsv` of sst2",
+        ),
+        (
+            ["gpt2-small", "--weights", "nowhere"],
+            "There is no tokenizer in `nowhere`",
+        ),
     ],
 )
 def test_a_bad_option_is_an_error_that_names_it(arguments, message, capsys):
@@ -315,14 +386,16 @@ def test_help_lists_every_option(capsys):
         train.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
+    assert "resnet18" in text
     for option in TrainConfig.__dataclass_fields__:
-        assert f"--{option.replace('_', '-')}" in text
+        if option != "model":
+            assert f"--{option.replace('_', '-')}" in text
 
 
 def test_the_command_line_of_a_config_gives_the_config_back(tmp_path, monkeypatch):
     config = TrainConfig(
         width=8, method="compress", seed=3, optimizer="adamw", out=tmp_path, resume=True
-    )
+    ).filled()
     parsed = []
     monkeypatch.setattr(train, "_train", lambda config, console: parsed.append(config))
     assert train.main(config.to_arguments()) == 0
@@ -331,7 +404,11 @@ def test_the_command_line_of_a_config_gives_the_config_back(tmp_path, monkeypatc
 
 def test_a_comparison_ends_with_a_table_metrics_and_plots(tmp_path, monkeypatch):
     # In this process, and on few digits; the program itself uses fresh processes.
-    monkeypatch.setattr(compare, "_run_in_process", run)
+    monkeypatch.setattr(
+        compare,
+        "train_in_fresh_process",
+        lambda config: run(config, rich.console.Console(quiet=True)),
+    )
     console = rich.console.Console(record=True, width=150, quiet=False)
     config = tiny(
         tmp_path / "run", epochs=1, compare=True, methods=("none", "checkpoint")
@@ -373,7 +450,7 @@ def test_methods_start_from_the_same_weights_and_batches(tmp_path, console):
 
 
 def test_the_residual_bytes_of_the_methods_are_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(setup, "MODELS", {"resnet18": resnet.resnet18})
+    monkeypatch.setattr(images, "MODELS", {"resnet18": resnet.resnet18})
     nbytes = {
         method: setup.residual_nbytes(setup.set_up(tiny(tmp_path, method=method)))
         for method in ("none", "checkpoint", "compress")
@@ -423,6 +500,6 @@ def test_sigint_ends_a_process_after_its_last_finished_epoch(tmp_path, monkeypat
     assert process.returncode == 130
     assert "Interrupted." in output
     # The process has trained the whole network.
-    monkeypatch.setattr(setup, "MODELS", {"resnet18": resnet.resnet18})
+    monkeypatch.setattr(images, "MODELS", {"resnet18": resnet.resnet18})
     num_epochs, _ = saved_state(tiny(out))
     assert num_epochs >= 1

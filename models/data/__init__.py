@@ -15,14 +15,14 @@ from models.data.digits import load_digits
 from models.data.image_folder import load_image_folder
 
 
-DataName = Literal["digits", "cifar10", "cifar100", "image-folder"]
+ImageName = Literal["digits", "cifar10", "cifar100", "image-folder"]
 
 
 def load(name: str, *, directory: str | os.PathLike[str], seed: int) -> Dataset:
     """Loads the data set `name`.
 
     Args:
-        name: One of `DataName`.
+        name: One of `ImageName`.
         directory: Where data sets that do not ship with a package lie.
         seed: Chooses the split where a data set has none of its own.
 
@@ -41,4 +41,4 @@ def load(name: str, *, directory: str | os.PathLike[str], seed: int) -> Dataset:
         return load_cifar100(directory)
     if name == "image-folder":
         return load_image_folder(directory)
-    raise ValueError(f"`data` must be one of {get_args(DataName)}, but got {name!r}.")
+    raise ValueError(f"`data` must be one of {get_args(ImageName)}, but got {name!r}.")

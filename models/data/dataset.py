@@ -11,15 +11,18 @@ Images = np.ndarray  # [batch, height, width, channels], float32, standardized
 Labels = np.ndarray  # [batch], int32
 
 
+Batch = tuple[np.ndarray, ...]  # the first axis of each is that of examples
+
+
 class Split(Protocol):
-    """A finite collection of labeled images that is read by index."""
+    """A finite collection of examples that is read by index."""
 
     def __len__(self) -> int:
         """Returns the number of examples."""
         ...
 
-    def take(self, indices: np.ndarray) -> tuple[Images, Labels]:
-        """Returns the standardized images and the labels at `indices`."""
+    def take(self, indices: np.ndarray) -> Batch:
+        """Returns the examples at `indices`; of images, standardized, with labels."""
         ...
 
 
@@ -49,7 +52,7 @@ class ArraySplit:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A training and a test split of the same classes."""
+    """Images: a training and a test split of the same classes."""
 
     name: str
     train: Split
@@ -69,7 +72,7 @@ def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def training_batches(
     split: Split, *, batch_size: int, seed: int, epoch: int
-) -> Iterator[tuple[Images, Labels]]:
+) -> Iterator[Batch]:
     """Yields the full batches of one epoch in an order given by (seed, epoch).
 
     The order depends on nothing else, so a resumed run sees the batches that an
@@ -89,12 +92,13 @@ def training_batches(
         yield split.take(order[start : start + batch_size])
 
 
-def evaluation_batches(
-    split: Split, *, batch_size: int
-) -> Iterator[tuple[Images, Labels, np.ndarray]]:
-    """Yields all examples in order, with weight 1; padding has weight 0."""
+def evaluation_batches(split: Split, *, batch_size: int) -> Iterator[tuple[int, Batch]]:
+    """Yields all examples in order, as full batches.
+
+    With each comes how many of it count: the last one is filled up with the last
+    example.
+    """
     for start in range(0, len(split), batch_size):
         indices = np.arange(start, start + batch_size)
-        weights = (indices < len(split)).astype(np.float32)
-        images, labels = split.take(np.minimum(indices, len(split) - 1))
-        yield images, labels, weights
+        batch = split.take(np.minimum(indices, len(split) - 1))
+        yield min(batch_size, len(split) - start), batch

@@ -101,6 +101,19 @@ def test_after_its_end_a_sequence_has_nothing_but_the_end(variables, prompt):
         assert np.all(row[stop:] == end)
 
 
+def test_prompts_of_several_lengths_are_continued_each_from_its_end(variables, prompt):
+    model = GPT2(CONFIG)
+    lengths = jnp.array([4, 1, 3])
+    end = int(generate(model, variables, prompt[1:2, :1], 3)[0, -1])
+    # What stands in a prompt, and behind it, ends nothing.
+    prompt = prompt.at[0, 1].set(end).at[1, 1:].set(end)
+    got = np.asarray(generate(model, variables, prompt, 8, lengths=lengths, end=end))
+    for row, tokens, length in zip(got, prompt, lengths.tolist(), strict=True):
+        alone = tokens[None, :length]
+        want = generate(model, variables, alone, 12 - length, end=end)
+        np.testing.assert_array_equal(row, want[0])
+
+
 def test_nothing_may_be_added(variables, prompt):
     np.testing.assert_array_equal(generate(GPT2(CONFIG), variables, prompt, 0), prompt)
 
@@ -116,6 +129,8 @@ def test_nothing_may_be_added(variables, prompt):
         ({"end": 20}, "`end` must be a token, from 0 to 19, but got 20"),
         ({"prompt": jnp.zeros((3, 4))}, r"`prompt` must be integers.*float32 \[3, 4\]"),
         ({"prompt": jnp.zeros(3, jnp.int32)}, r"`prompt` must be.*int32 \[3\]"),
+        ({"lengths": jnp.zeros(2, int)}, r"`lengths` must be integers \[3\].*\[2\]"),
+        ({"lengths": jnp.array([4, 5, 1])}, "from 1 to 4.*but got .4, 5, 1."),
     ],
 )
 def test_errors_name_the_argument(variables, prompt, options, message):

@@ -1,4 +1,4 @@
-"""Docstrings of installed packages: real English text that every installation has."""
+"""Docstrings and sources of installed packages: real text that is there anyway."""
 
 import ast
 import dataclasses
@@ -9,7 +9,10 @@ import importlib.util
 import pathlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import Literal, final
+
+
+TextName = Literal["docstrings", "sources"]
 
 
 # What `pip install dafjax[models]` brings. Each writes about another subject.
@@ -21,12 +24,13 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 @final
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """The docstring of one module, class or function.
+    """The docstring of one module, class or function, or the code of one module.
 
     Attributes:
         package: The package it is of.
         path: Its file, below the package's folder.
-        text: The docstring, without indentation.
+        text: The docstring, without indentation; or code, without docstrings and
+            comments, as `ast.unparse` writes it.
     """
 
     package: str
@@ -35,14 +39,17 @@ class Document:
 
 
 @functools.cache
-def documents(package: str, *, most_characters: int) -> tuple[Document, ...]:
-    """Returns docstrings of a package, the same for the same version of it.
+def documents(
+    package: str, of: TextName = "docstrings", *, most_characters: int
+) -> tuple[Document, ...]:
+    """Returns docstrings or sources of a package, the same for the same version of it.
 
     Nothing is imported: sources are parsed. Files come in an order that has nothing to
     do with their names, so that a part of them is a sample of all.
 
     Args:
         package: The name of an installed package.
+        of: Which of them.
         most_characters: Where to stop.
 
     Raises:
@@ -52,7 +59,7 @@ def documents(package: str, *, most_characters: int) -> tuple[Document, ...]:
     left = most_characters
     for root, path in _sources(package):
         name = path.relative_to(root).as_posix()
-        for text in _docstrings(path):
+        for text in _docstrings(path) if of == "docstrings" else _code(path):
             if left <= 0:
                 return tuple(found)
             found.append(Document(package, name, text))
@@ -94,17 +101,34 @@ def _sources(package: str) -> list[tuple[pathlib.Path, pathlib.Path]]:
 
 
 def _docstrings(path: pathlib.Path) -> Iterator[str]:
+    tree = _parse(path)
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, _DOCUMENTED):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def _code(path: pathlib.Path) -> Iterator[str]:
+    tree = _parse(path)
+    if tree is None:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
+            # What has nothing but a docstring needs something in its place.
+            node.body = node.body[1:] or [ast.Pass()]
+    yield ast.unparse(tree)
+
+
+def _parse(path: pathlib.Path) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
             # Of escapes in the strings of others.
             warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            return ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, RecursionError):
         # Templates, and sources for other versions of Python.
-        return
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, documented):
-            text = ast.get_docstring(node)
-            if text:
-                yield text
+        return None
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

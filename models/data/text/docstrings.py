@@ -1,4 +1,4 @@
-"""Two tasks on docstrings: which package a sentence is of, and what comes next.
+"""Two tasks on installed packages: which one a sentence is of, and what comes next.
 
 Nothing is downloaded. The text depends on the versions of the packages, which are part
 of the data sets' names. A file is in one split with all that is in it, so that what two
@@ -14,13 +14,25 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from models.data.text.corpus import PACKAGES, Document, documents, share, versions
+from models.data.text.corpus import (
+    PACKAGES,
+    Document,
+    TextName,
+    documents,
+    share,
+    versions,
+)
 from models.data.text.splits import SentenceSplit, WindowSplit, windows
+from models.tokenizer import FamilyName
 
 
 _TEST_SHARE = 0.15
 _MOST_CHARACTERS = 400_000
-_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+_SPECIAL = {
+    "roberta": ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
+    "gpt2": ("<|endoftext|>",),
+}
+_ENDS = {"roberta": "</s>", "gpt2": "<|endoftext|>"}
 
 # What gives a package away. Sentences that name one are left out.
 _NAMES = re.compile(
@@ -114,22 +126,29 @@ def load_running_text(
     vocabulary: int = 4096,
     packages: Sequence[str] = PACKAGES,
     tokenizer: tokenizers.Tokenizer | None = None,
+    family: FamilyName = "roberta",
+    of: TextName = "docstrings",
 ) -> RunningText:
-    """Loads docstrings as windows of running text.
+    """Loads docstrings, or sources without them, as windows of running text.
 
     Args:
         length: Predictions in a window.
         vocabulary: Tokens that there are, if a tokenizer is made.
         packages: Installed packages.
         tokenizer: One to use in place of one that is made of the training split.
+        family: Whose special tokens it has.
+        of: What the text is. The sources and the docstrings of a file are in the same
+            split.
 
     Raises:
         FileNotFoundError: A package is not installed.
     """
-    train, test = _split(packages)
+    train, test = _split(packages, of)
     if tokenizer is None:
-        tokenizer = train_tokenizer((d.text for d in train), vocabulary)
-    end = tokenizer.token_to_id("</s>")
+        # It is to serve what is learned later, too.
+        both = train + _split(packages, "docstrings")[0] if of == "sources" else train
+        tokenizer = train_tokenizer((d.text for d in both), vocabulary, family)
+    end = tokenizer.token_to_id(_ENDS[family])
 
     def tokens(split: Iterable[Document]) -> np.ndarray:
         encoded = tokenizer.encode_batch(
@@ -138,37 +157,40 @@ def load_running_text(
         return np.concatenate([[*e.ids, end] for e in encoded])
 
     return RunningText(
-        name=_name("docstrings-text", packages),
+        name=_name(f"{of} as text", packages),
         tokenizer=tokenizer,
         train=windows(tokens(train), length),
         test=windows(tokens(test), length),
     )
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> tokenizers.Tokenizer:
-    """Makes a byte-level BPE of some text, with the special tokens of RoBERTa.
+def train_tokenizer(
+    texts: Iterable[str], vocabulary: int, family: FamilyName = "roberta"
+) -> tokenizers.Tokenizer:
+    """Makes a byte-level BPE of some text, with the special tokens of a family.
 
     Sennrich et al. 2016, on bytes as in GPT-2 (Radford et al. 2019). Nothing is unknown
-    to it. `<s>` and `</s>` are put round what it encodes.
+    to it. That of RoBERTa puts `<s>` and `</s>` round what it encodes.
 
     Args:
         texts: The text.
-        vocabulary: Tokens; at least 260.
+        vocabulary: Tokens; at least 261.
+        family: `"roberta"` or `"gpt2"`.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=list(_SPECIAL),
+        special_tokens=list(_SPECIAL[family]),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     # One batch: counts do not depend on how it is divided among threads.
     tokenizer.train_from_iterator(list(texts), trainer)
-    tokenizer.post_processor = processors.RobertaProcessing(
-        ("</s>", tokenizer.token_to_id("</s>")), ("<s>", tokenizer.token_to_id("<s>"))
-    )
+    if family == "roberta":
+        first, last = ((name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>"))
+        tokenizer.post_processor = processors.RobertaProcessing(last, first)
     return tokenizer
 
 
@@ -203,11 +225,13 @@ def _name(task: str, packages: Sequence[str]) -> str:
     return f"{task} ({', '.join(f'{n} {v}' for n, v in versions(packages).items())})"
 
 
-def _split(packages: Sequence[str]) -> tuple[list[Document], list[Document]]:
+def _split(
+    packages: Sequence[str], of: TextName = "docstrings"
+) -> tuple[list[Document], list[Document]]:
     train: list[Document] = []
     test: list[Document] = []
     for package in packages:
-        for document in documents(package, most_characters=_MOST_CHARACTERS):
+        for document in documents(package, of, most_characters=_MOST_CHARACTERS):
             is_test = share(f"{package}/{document.path}") < _TEST_SHARE
             (test if is_test else train).append(document)
     return train, test

@@ -24,7 +24,8 @@ def _f1(labels: np.ndarray, predictions: np.ndarray) -> float:
     return float(sklearn.metrics.f1_score(labels, predictions))
 
 
-def _accuracy(labels: np.ndarray, predictions: np.ndarray) -> float:
+def accuracy(labels: np.ndarray, predictions: np.ndarray) -> float:
+    """Returns the share of examples whose class was predicted."""
     return float(np.mean(labels == predictions))
 
 
@@ -65,14 +66,14 @@ TASKS: Mapping[str, GlueTask] = {
         ("sentence", "label"),
         ("sentence", "label"),
         2,
-        {"accuracy": _accuracy},
+        {"accuracy": accuracy},
     ),
     "mrpc": GlueTask(
         "MRPC",
         ("#1 String", "#2 String", "Quality"),
         ("sentence1", "sentence2", "label"),
         2,
-        {"accuracy": _accuracy, "f1": _f1},
+        {"accuracy": accuracy, "f1": _f1},
     ),
     "stsb": GlueTask(
         "STS-B",

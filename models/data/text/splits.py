@@ -70,3 +70,12 @@ def windows(tokens: np.ndarray, length: int) -> WindowSplit:
     starts = length * np.arange(count)[:, None]
     cut = tokens[starts + np.arange(length + 1)].astype(np.int32)
     return WindowSplit(cut, np.ones((count, length), np.float32))
+
+
+def begin_with(token: int, split: WindowSplit) -> WindowSplit:
+    """Returns windows that have one token more, the first, the same for all."""
+    count = len(split)
+    return WindowSplit(
+        np.column_stack([np.full(count, token, np.int32), split.tokens]),
+        np.column_stack([np.ones(count, np.float32), split.weights]),
+    )

@@ -1,0 +1,122 @@
+"""What words a RoBERTa is trained on before it is tuned: those that are masked."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import final
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.losses import chunked_cross_entropy
+from models.roberta import Roberta, RobertaConfig
+from models.tasks.sentences import init_roberta
+from models.tasks.task import Batch, Task, Variables
+from models.wrapping import WrapBlock
+
+
+_SHARE = 0.15
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class MaskedLanguageModelling(Task):
+    """Which token stands where one is hidden.
+
+    Devlin et al.: BERT, https://arxiv.org/abs/1810.04805, section 3.1, and drawn anew
+    in each step as RoBERTa does (Liu et al., section 4.1): 15 % of the tokens count. Of
+    these 80 % are hidden, 10 % are other tokens, and 10 % stay. Logits are products
+    with the embeddings; the head of sequences is not trained.
+
+    Attributes:
+        hidden: The token that hides another.
+    """
+
+    config: RobertaConfig
+    hidden: int
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        return tuple(f"params/{name}" for name in self._names())
+
+    def _names(self) -> tuple[str, ...]:
+        blocks = (
+            ("blocks",)
+            if self.config.scan_layers
+            else tuple(f"block{n + 1}" for n in range(self.config.num_layers))
+        )
+        return ("tokens", "positions", "token_types", "norm", *blocks)
+
+    def make_model(self, wrap_block: WrapBlock) -> nn.Module:
+        return Roberta(self.config, wrap_block=wrap_block)
+
+    def init(self, model: nn.Module, key: jax.Array) -> Variables:
+        return init_roberta(model, key)
+
+    def loss(
+        self, model: nn.Module, variables: Variables, key: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, tuple[Variables, dict[str, jax.Array]]]:
+        key, dropout_key = jax.random.split(key)
+        tokens, weights = self._mask(key, batch[0])
+        hidden = model.apply(
+            variables,
+            tokens,
+            train=True,
+            return_hidden=True,
+            rngs={"dropout": dropout_key},
+        )
+        embedding = variables["params"]["tokens"]["embedding"]
+        return chunked_cross_entropy(hidden, embedding, batch[0], weights), ({}, {})
+
+    def predict(
+        self, model: nn.Module, variables: Variables, batch: Batch
+    ) -> dict[str, jax.Array]:
+        # The same tokens are hidden whenever it is measured.
+        tokens, weights = self._mask(jax.random.key(0), batch[0])
+        hidden = model.apply(variables, tokens, train=False, return_hidden=True)
+        embedding = variables["params"]["tokens"]["embedding"]
+        return losses_of_examples(hidden, embedding, batch[0], weights)
+
+    def measure(self, predictions: Mapping[str, np.ndarray]) -> dict[str, float]:
+        return mean_loss(predictions)
+
+    def _mask(self, key: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Hides some tokens; returns what is seen, and the weight of each."""
+        place_key, way_key, token_key = jax.random.split(key, 3)
+        counts = jax.random.bernoulli(place_key, _SHARE, tokens.shape)
+        counts &= tokens != self.config.padding
+        way = jax.random.uniform(way_key, tokens.shape)
+        drawn = jax.random.randint(token_key, tokens.shape, 0, self.config.vocabulary)
+        seen = jnp.where(way < 0.8, self.hidden, jnp.where(way < 0.9, drawn, tokens))
+        return jnp.where(counts, seen, tokens), counts.astype(jnp.float32)
+
+
+def losses_of_examples(
+    hidden: jax.Array, embedding: jax.Array, labels: jax.Array, weights: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the mean loss of each example, and the weight that it has among others.
+
+    Args:
+        hidden: [batch, length, width].
+        embedding: [vocabulary, width].
+        labels: [batch, length].
+        weights: [batch, length].
+    """
+
+    def of_one(example: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        hidden, labels, weights = example
+        return chunked_cross_entropy(hidden, embedding, labels, weights)
+
+    loss = jax.lax.map(of_one, (hidden, labels, weights))
+    return {"loss": loss, "weight": jnp.sum(weights, axis=-1)}
+
+
+def mean_loss(predictions: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Returns the mean loss of all tokens that count, and its exponential."""
+    loss = float(
+        np.average(
+            predictions["loss"].astype(np.float64), weights=predictions["weight"]
+        )
+    )
+    return {"loss": loss, "perplexity": float(np.exp(loss))}
