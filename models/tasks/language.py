@@ -13,8 +13,8 @@ from models.data.text.table_to_text import Description, bleu
 from models.generate import generate
 from models.gpt2 import GPT2, GPT2Config
 from models.losses import chunked_cross_entropy
-from models.tasks.masked import losses_of_examples, mean_loss
 from models.tasks.task import Batch, Task, Variables
+from models.tasks.token_losses import losses_of_examples, mean_loss
 from models.wrapping import WrapBlock
 
 

@@ -1,4 +1,4 @@
-"""What words a RoBERTa is trained on before it is tuned: those that are masked."""
+"""Masked words: what a RoBERTa is trained on before it is tuned."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.losses import chunked_cross_entropy
-from models.roberta import Roberta, RobertaConfig
-from models.tasks.sentences import init_roberta
-from models.tasks.task import Batch, Task, Variables
-from models.wrapping import WrapBlock
+from models.tasks.roberta_task import RobertaTask
+from models.tasks.task import Batch, Variables
+from models.tasks.token_losses import losses_of_examples, mean_loss
 
 
 _SHARE = 0.15
@@ -21,7 +20,7 @@ _SHARE = 0.15
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class MaskedLanguageModelling(Task):
+class MaskedLanguageModelling(RobertaTask):
     """Which token stands where one is hidden.
 
     Devlin et al.: BERT, https://arxiv.org/abs/1810.04805, section 3.1, and drawn anew
@@ -33,7 +32,6 @@ class MaskedLanguageModelling(Task):
         hidden: The token that hides another.
     """
 
-    config: RobertaConfig
     hidden: int
 
     @property
@@ -47,12 +45,6 @@ class MaskedLanguageModelling(Task):
             else tuple(f"block{n + 1}" for n in range(self.config.num_layers))
         )
         return ("tokens", "positions", "token_types", "norm", *blocks)
-
-    def make_model(self, wrap_block: WrapBlock) -> nn.Module:
-        return Roberta(self.config, wrap_block=wrap_block)
-
-    def init(self, model: nn.Module, key: jax.Array) -> Variables:
-        return init_roberta(model, key)
 
     def loss(
         self, model: nn.Module, variables: Variables, key: jax.Array, batch: Batch
@@ -90,33 +82,3 @@ class MaskedLanguageModelling(Task):
         drawn = jax.random.randint(token_key, tokens.shape, 0, self.config.vocabulary)
         seen = jnp.where(way < 0.8, self.hidden, jnp.where(way < 0.9, drawn, tokens))
         return jnp.where(counts, seen, tokens), counts.astype(jnp.float32)
-
-
-def losses_of_examples(
-    hidden: jax.Array, embedding: jax.Array, labels: jax.Array, weights: jax.Array
-) -> dict[str, jax.Array]:
-    """Returns the mean loss of each example, and the weight that it has among others.
-
-    Args:
-        hidden: [batch, length, width].
-        embedding: [vocabulary, width].
-        labels: [batch, length].
-        weights: [batch, length].
-    """
-
-    def of_one(example: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        hidden, labels, weights = example
-        return chunked_cross_entropy(hidden, embedding, labels, weights)
-
-    loss = jax.lax.map(of_one, (hidden, labels, weights))
-    return {"loss": loss, "weight": jnp.sum(weights, axis=-1)}
-
-
-def mean_loss(predictions: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Returns the mean loss of all tokens that count, and its exponential."""
-    loss = float(
-        np.average(
-            predictions["loss"].astype(np.float64), weights=predictions["weight"]
-        )
-    )
-    return {"loss": loss, "perplexity": float(np.exp(loss))}

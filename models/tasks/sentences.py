@@ -11,9 +11,8 @@ import numpy as np
 import optax
 
 from models import losses
-from models.roberta import Roberta, RobertaConfig
-from models.tasks.task import Batch, Task, Variables
-from models.wrapping import WrapBlock
+from models.tasks.roberta_task import RobertaTask
+from models.tasks.task import Batch, Variables
 
 
 Score = Callable[[np.ndarray, np.ndarray], float]
@@ -21,21 +20,14 @@ Score = Callable[[np.ndarray, np.ndarray], float]
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class SentenceTask(Task):
+class SentenceTask(RobertaTask):
     """A label, or with one logit a score, for each sequence.
 
     Attributes:
         scores: Functions of labels and predictions, by name.
     """
 
-    config: RobertaConfig
     scores: Mapping[str, Score]
-
-    def make_model(self, wrap_block: WrapBlock) -> nn.Module:
-        return Roberta(self.config, wrap_block=wrap_block)
-
-    def init(self, model: nn.Module, key: jax.Array) -> Variables:
-        return init_roberta(model, key)
 
     def loss(
         self, model: nn.Module, variables: Variables, key: jax.Array, batch: Batch
@@ -70,8 +62,3 @@ class SentenceTask(Task):
             "loss": float(np.mean(predictions["loss"], dtype=np.float64)),
             **metrics,
         }
-
-
-def init_roberta(model: nn.Module, key: jax.Array) -> Variables:
-    """Draws the variables of a RoBERTa."""
-    return model.init(key, jnp.zeros((1, 8), jnp.int32), train=False)
