@@ -316,6 +316,17 @@ def test_a_run_stops_when_it_gets_no_better(tmp_path, monkeypatch, console):
     assert result["best_epoch"] == 5
 
 
+def test_padding_counts_nothing_in_an_evaluation(tmp_path):
+    # 24 test images: one and a half batches, or one.
+    metrics = []
+    for batch in (16, 24):
+        run = setup.set_up(tiny(tmp_path, batch=batch))
+        state, frozen = setup.initial_state(run)
+        evaluation = setup.compile_evaluation(run)
+        metrics.append(loop._evaluate(run, evaluation, state, frozen))
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, console):
     with pytest.raises(FloatingPointError, match="smaller `--learning-rate`"):
         run(tiny(tmp_path / "run", learning_rate=1e30), console)

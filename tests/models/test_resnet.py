@@ -8,16 +8,13 @@ import optax
 import pytest
 
 from models import resnet, step
+from models.data import ArraySplit
+from models.tasks.images import ImageClassification
+from models.tasks.task import ACCURACY
 
 
 TINY = resnet.resnet18(num_filters=8)
 IMAGE_SHAPE = (32, 32, 3)
-
-
-def one_block():
-    model = resnet.ResNet(resnet.ResNetConfig(stage_sizes=(1,), num_filters=8))
-    optimizer = optax.sgd(0.1)
-    return model, step.create_state(model, optimizer, image_shape=IMAGE_SHAPE, seed=0)
 
 
 def num_parameters(config: resnet.ResNetConfig) -> int:
@@ -80,53 +77,62 @@ def test_a_bad_shape_is_an_error_that_names_it(options, message):
         resnet.resnet18(**options)
 
 
+def make_task(rng, config, *, count, loc=0.0):
+    split = ArraySplit(
+        images=rng.normal(loc=loc, size=(count, *IMAGE_SHAPE)),
+        labels=rng.integers(10, size=count),
+        mean=np.zeros(3, np.float32),
+        std=np.ones(3, np.float32),
+    )
+    return ImageClassification(
+        name="noise",
+        config=config,
+        train=split,
+        test=split,
+        metric=ACCURACY,
+        image_shape=IMAGE_SHAPE,
+    )
+
+
+def begin(task, optimizer):
+    model = task.make_model(resnet.no_wrapping)
+    variables = jax.jit(step.make_init(task, model))(jax.random.key(0))
+    return model, *step.begin(task, variables, optimizer)
+
+
 def test_the_loss_falls_in_ten_steps(rng):
-    images = rng.normal(size=(16, *IMAGE_SHAPE)).astype(np.float32)
-    labels = rng.integers(10, size=16).astype(np.int32)
-    model = resnet.ResNet(TINY)
+    task = make_task(rng, TINY, count=16)
     optimizer = optax.sgd(0.1)
-    state = step.create_state(model, optimizer, image_shape=IMAGE_SHAPE, seed=0)
-    train_step = jax.jit(step.make_train_step(step.make_loss(model), optimizer))
+    model, state, frozen = begin(task, optimizer)
+    assert (set(state.mutable), frozen) == ({"batch_stats"}, {})
+    train_step = jax.jit(step.make_train_step(step.make_loss(task, model), optimizer))
+    batch = task.train.take(np.arange(16))
     losses = []
     for _ in range(10):
-        state, metrics = train_step(state, images, labels)
+        state, metrics = train_step(state, frozen, jax.random.key(1), *batch)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.85 * losses[0]
     assert int(state.step) == 10
 
 
 def test_training_moves_the_running_statistics(rng):
-    images = rng.normal(loc=3.0, size=(4, *IMAGE_SHAPE)).astype(np.float32)
-    labels = np.zeros(4, np.int32)
-    model, state = one_block()
-    loss = jax.jit(step.make_loss(model))
-    _, (after, _) = loss(state.params, state.batch_stats, images, labels)
-    before = state.batch_stats["stem_norm"]["mean"]
-    assert not np.allclose(after["stem_norm"]["mean"], before)
+    config = resnet.ResNetConfig(stage_sizes=(1,), num_filters=8)
+    task = make_task(rng, config, count=4, loc=3.0)
+    model, state, _ = begin(task, optax.sgd(0.1))
+    loss = jax.jit(step.make_loss(task, model))
+    batch = task.train.take(np.arange(4))
+    _, (after, _) = loss(state.trained, state.mutable, jax.random.key(1), *batch)
+    before, after = (
+        x["batch_stats"]["stem_norm"]["mean"] for x in (state.mutable, after)
+    )
+    assert not np.allclose(after, before)
 
 
-def test_wrapping_blocks_leaves_the_initial_weights_as_they_are():
+def test_wrapping_blocks_leaves_the_initial_weights_as_they_are(rng):
     config = resnet.ResNetConfig(stage_sizes=(1, 1), num_filters=8)
-    states = [
-        step.create_state(
-            resnet.ResNet(config, wrap_block=wrap),
-            optax.sgd(0.1),
-            image_shape=IMAGE_SHAPE,
-            seed=3,
-        )
+    task = make_task(rng, config, count=1)
+    plain, wrapped = (
+        jax.jit(step.make_init(task, task.make_model(wrap)))(jax.random.key(3))
         for wrap in (resnet.no_wrapping, nn.remat)
-    ]
-    jax.tree.map(np.testing.assert_array_equal, states[0].params, states[1].params)
-
-
-def test_padding_counts_nothing_in_an_evaluation(rng):
-    images = rng.normal(size=(4, *IMAGE_SHAPE)).astype(np.float32)
-    labels = np.arange(4, dtype=np.int32)
-    model, state = one_block()
-    evaluate = jax.jit(step.make_eval_step(model))
-    arguments = (state.params, state.batch_stats)
-    weights = np.asarray([1, 1, 1, 0], np.float32)
-    three = evaluate(*arguments, images[:3], labels[:3], weights[:3])
-    padded = evaluate(*arguments, images, labels, weights)
-    np.testing.assert_allclose(padded["loss"], three["loss"], rtol=1e-5)
-    assert padded["num_correct"] == three["num_correct"]
+    )
+    jax.tree.map(np.testing.assert_array_equal, plain, wrapped)
