@@ -7,7 +7,10 @@ to save. An order can only be forced by a data dependency that it cannot see thr
 `tie`, a custom call that returns its operands and, for all XLA knows, needs them all.
 
 So the backward pass is cut into stretches. A stretch begins before an expensive
-equation, and before the first unpacking after one. There, one tie takes
+equation, and before the first unpacking after one. It also begins after an expensive
+equation for which something was recomputed from a large residual that is read again:
+else both wait while it runs, as attention probabilities and the exponentials that they
+are made of. There, one tie takes
 
 - all cotangents computed in the stretch before that are still needed: whatever was read
   to compute them is dead from there on;
@@ -29,7 +32,8 @@ Within a stretch three more orders are forced, each worth about one array at the
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Container, Iterable, Sequence
 from typing import final
 
 from dafjax._equation import Atom, Equation, values_of
@@ -118,6 +122,7 @@ class _Builder:
         self._given = {k.value for k in plan.kept if k.codec is None}
         self._given.update(plan.arguments)
         self._recomputed = plan.recomputed
+        self._residuals = frozenset(program.residuals())
         self._depths = _depths(program, self._compressed | self._given)
         self._last_use = last_uses(program.backward, program.gradients)
         self._made = set(program.cotangents)
@@ -134,6 +139,7 @@ class _Builder:
         expensive = equation is not None and not is_cheap(equation.primitive)
         unpacks = any(v in self._compressed for v in self._missing(residuals))
         begins = expensive or (unpacks and self._expensive_since_begin)
+        begins = begins or self._sources_waited(now)
         cotangents: tuple[int, ...] = ()
         if begins:
             self._known.clear()
@@ -211,6 +217,26 @@ class _Builder:
         cotangents = [v for v in large if v in self._made]
         return (*cotangents, *new) if cotangents and new else ()
 
+    def _sources_waited(self, now: int) -> bool:
+        """Returns whether unpacking again spares an expensive equation just run memory.
+
+        That is, if a large residual was unpacked for it, that it does not read itself,
+        and the equations up to the next expensive one read it.
+        """
+        large = {v for v in self._known & self._compressed if self._is_large(v)}
+        if not large or not self._expensive_since_begin:
+            return False
+        before = self._program.backward[now - 1]
+        waited = large.difference(before.input_values)
+        if not waited or is_cheap(before.primitive):
+            return False
+        stretch = itertools.takewhile(
+            lambda eqn: is_cheap(eqn.primitive),
+            itertools.islice(self._program.backward, now, None),
+        )
+        read = {v for eqn in stretch for v in eqn.input_values}
+        return not waited.isdisjoint(self._missing(read & self._residuals, known=()))
+
     def _large_arguments(self, step: Step) -> tuple[int, ...]:
         readers = list(step.recomputed)
         if step.equation is not None and rearranges_operands(step.equation.primitive):
@@ -236,21 +262,24 @@ class _Builder:
     def _nbytes(self, value: int) -> int:
         return self._program.nbytes(value)
 
-    def _missing(self, wanted: Iterable[int]) -> list[int]:
-        """Returns all values between what is at hand and `wanted`.
+    def _missing(
+        self, wanted: Iterable[int], known: Container[int] | None = None
+    ) -> list[int]:
+        """Returns all values between what is `known`, or at hand, and `wanted`.
 
         In an order in which they can be restored: one operand with all that it takes,
         then the next. Large ones that take long come first, so that what is at hand
         already waits for little.
         """
+        known = self._known if known is None else known
         missing: dict[int, None] = {}
         begun: set[int] = set()
         stack = sorted(wanted, key=self._effort)
         while stack:
             value = stack[-1]
-            if value in begun or value in self._known:
+            if value in begun or value in known:
                 stack.pop()
-                if value not in self._known:
+                if value not in known:
                     missing[value] = None
                 continue
             begun.add(value)
