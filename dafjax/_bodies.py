@@ -54,6 +54,15 @@ def reads_packed(equation: Equation) -> tuple[int, ...]:
     return tuple(atom for atom in atoms if isinstance(atom, int))
 
 
+def alive_values(graph: Graph, activations: Sequence[int]) -> set[int]:
+    """Returns the arguments that are kept alive, and what follows cheaply from them."""
+    alive = set(range(graph.num_inputs)).difference(activations)
+    for equation in graph.equations:
+        if is_cheap(equation.primitive) and alive.issuperset(equation.input_values):
+            alive.update(equation.outputs)
+    return alive
+
+
 def with_wrapped_bodies(
     closed: ClosedJaxpr, activations: tuple[int, ...], wrap: WrapBody
 ) -> Callable[..., list[Any]]:
@@ -68,7 +77,7 @@ def with_wrapped_bodies(
         A function of the program's arguments.
     """
     graph = flatten(closed, is_differentiated=False)
-    alive = _alive(graph, activations)
+    alive = alive_values(graph, activations)
 
     def function(*arguments: Any) -> list[Any]:
         env: dict[int, Any] = dict(enumerate(arguments))
@@ -91,15 +100,6 @@ def with_wrapped_bodies(
         return read(graph.outputs)
 
     return function
-
-
-def _alive(graph: Graph, activations: Sequence[int]) -> set[int]:
-    """Returns the arguments that are kept alive, and what follows cheaply from them."""
-    alive = set(range(graph.num_inputs)).difference(activations)
-    for equation in graph.equations:
-        if is_cheap(equation.primitive) and alive.issuperset(equation.input_values):
-            alive.update(equation.outputs)
-    return alive
 
 
 def _scan(

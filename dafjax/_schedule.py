@@ -257,7 +257,7 @@ class _Builder:
         return value >= self._program.num_arguments or not self._is_large(value)
 
     def _is_large(self, value: int) -> bool:
-        return self._nbytes(value) > _SMALL_NBYTES
+        return is_large(self._program, value)
 
     def _nbytes(self, value: int) -> int:
         return self._program.nbytes(value)
@@ -289,6 +289,11 @@ class _Builder:
                     sorted((v for v in operands if v not in begun), key=self._effort)
                 )
         return list(missing)
+
+
+def is_large(program: Program, value: int) -> bool:
+    """Returns whether a value is worth an order."""
+    return program.nbytes(value) > _SMALL_NBYTES
 
 
 def _depths(program: Program, at_hand: set[int]) -> dict[int, int]:
