@@ -129,6 +129,18 @@ def run_forward(
         for value in equation.outputs:
             keep(value, now)
     tie_pending(values_of(program.results))
+    last = max((v for v, (_, item) in kept.items() if item.codec), default=None)
+    if ties.forward and last is not None:
+        # Else a loss could be put off, and its operands would live on.
+        small = [
+            v
+            for v in dict.fromkeys(values_of(program.results))
+            if v >= program.num_arguments and not is_large(program, v)
+        ]
+        leaves, structure = jax.tree.flatten(stored[last])
+        tied = tie(*(env[v] for v in small), *leaves)
+        env.update(zip(small, tied[: len(small)], strict=True))
+        stored[last] = jax.tree.unflatten(structure, tied[len(small) :])
     return _read(program.results, env), [stored[item.value] for item in plan.kept]
 
 

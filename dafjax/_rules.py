@@ -132,8 +132,12 @@ class RerunRule(Rule):
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
         seed, (kept, stored) = residuals
         arguments, cotangents = self._restore(kept, stored, cotangents)
-        _, residuals = self._forward_again(seed, arguments, is_listed=False)
-        gradients = self._backward(*residuals, cotangents)
+        _, (kept, stored) = self._forward_again(seed, arguments, is_listed=False)
+        if self._ties.forward:
+            # Products of cotangents with weights would be ready before their time.
+            leaves, structure = jax.tree.flatten((cotangents, stored))
+            cotangents, stored = jax.tree.unflatten(structure, tie(*leaves))
+        gradients = self._backward(kept, stored, cotangents)
         # What is left to do here would hold on to what was unpacked.
         return tie(*gradients) if self._ties.outgoing else gradients
 
