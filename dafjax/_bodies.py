@@ -28,9 +28,10 @@ from dafjax._tracing import ClosedJaxpr, has_primitive
 _WITH_BODIES = ("scan", "cond")
 
 # Returns a body as a function with a derivative rule. Takes the body, those of its
-# arguments that nothing keeps alive for the backward pass, and how often it runs.
+# arguments that nothing keeps alive for the backward pass, those that are slices of
+# what is alive, and how often it runs.
 WrapBody: TypeAlias = Callable[
-    [ClosedJaxpr, tuple[int, ...], int], Callable[..., Sequence[Any]]
+    [ClosedJaxpr, tuple[int, ...], tuple[int, ...], int], Callable[..., Sequence[Any]]
 ]
 
 
@@ -116,6 +117,7 @@ def _scan(
             for number, lives_on in enumerate(lives)
             if num_consts <= number < first_x or (number >= first_x and not lives_on)
         ),
+        tuple(n for n, lives_on in enumerate(lives) if n >= first_x and lives_on),
         params["length"],
     )
 
@@ -144,7 +146,7 @@ def _cond(
 ) -> Callable[..., list[Any]]:
     # The first operand is the number of the branch.
     activations = tuple(n for n, lives_on in enumerate(lives[1:]) if not lives_on)
-    branches = [wrap(branch, activations, 1) for branch in bodies(equation)]
+    branches = [wrap(branch, activations, (), 1) for branch in bodies(equation)]
 
     def run(index: Any, *operands: Any) -> list[Any]:
         return list(lax.switch(index, branches, *operands))

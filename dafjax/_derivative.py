@@ -33,6 +33,7 @@ def with_compressed_residuals(
     options: Options,
     activations: tuple[int, ...],
     *,
+    slices: tuple[int, ...] = (),
     iterations: int | None = None,
 ) -> Callable[..., list[Any]]:
     """Returns `function(seed, *arguments)` with a compressing derivative rule.
@@ -41,12 +42,18 @@ def with_compressed_residuals(
         closed: The function.
         options: What `remat_compress` was told.
         activations: The arguments that nothing keeps alive for the backward pass.
+        slices: The arguments that are slices of what a loop runs over.
         iterations: If the function is the body of a loop or a branch in a wrapped
             function, how often it runs.
     """
     if not options.rematerialize:
         return _with_rule(
-            closed, options, activations, iterations=iterations, runs_again=False
+            closed,
+            options,
+            activations,
+            slices=slices,
+            iterations=iterations,
+            runs_again=False,
         )
     segments, results = cut(closed, activations)
     functions = [
@@ -54,6 +61,7 @@ def with_compressed_residuals(
             segment.closed,
             options,
             segment.activations,
+            slices=tuple(n for n, v in enumerate(segment.inputs) if v in slices),
             iterations=iterations,
             # Neither where it starts from arguments alone, nor right before its
             # backward pass.
@@ -77,6 +85,7 @@ def _with_rule(
     options: Options,
     activations: tuple[int, ...],
     *,
+    slices: tuple[int, ...],
     iterations: int | None,
     runs_again: bool,
 ) -> Callable[..., list[Any]]:
@@ -91,13 +100,13 @@ def _with_rule(
     def derivative(perturbed: tuple[bool, ...], recorded: bool, absorbed: bool) -> Rule:
         if absorbed:
             return PlainRule(perturbed, differentiable, evaluate)
-        source, numbers, name = closed, activations, None
+        source, name, shift = closed, None, 0
         if has_bodies(closed):
             name = fingerprint_of_function(closed, perturbed)
             source = _with_wrapped_bodies(closed, options, activations, iterations or 1)
             # The seed is an argument too.
-            perturbed = (False, *perturbed)
-            numbers = tuple(number + 1 for number in activations)
+            perturbed, shift = (False, *perturbed), 1
+        numbers = tuple(number + shift for number in activations)
         # Wrapped functions inside this one are traced here. The outermost decides:
         # their residuals are part of this plan.
         with _absorbing():
@@ -110,6 +119,7 @@ def _with_rule(
             iterations=iterations or 1,
             function=name,
         )
+        plan = dataclasses.replace(plan, slices=frozenset(n + shift for n in slices))
         if plan.compresses or options.policy.is_binding:
             if runs_again and source is closed:
                 return RerunRule(plan, program, options, numbers)
@@ -170,10 +180,17 @@ def _with_wrapped_bodies(
 
     def run(seed: jax.Array, *arguments: Any) -> list[Any]:
         def wrap(
-            body: ClosedJaxpr, activations: tuple[int, ...], times: int
+            body: ClosedJaxpr,
+            activations: tuple[int, ...],
+            slices: tuple[int, ...],
+            times: int,
         ) -> Callable[..., list[Any]]:
             function = with_compressed_residuals(
-                body, options, activations, iterations=iterations * times
+                body,
+                options,
+                activations,
+                slices=slices,
+                iterations=iterations * times,
             )
             return functools.partial(function, seed)
 

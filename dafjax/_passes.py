@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -59,6 +59,7 @@ def run_forward(
     store: AbstractStore,
     ties: Ties,
     seed: Any,
+    token: jax.Array | None = None,
 ) -> tuple[list[Any], list[ArrayTree]]:
     """Computes the results and what the plan keeps.
 
@@ -68,6 +69,7 @@ def run_forward(
         store: Where packed values wait.
         ties: Which ties are made.
         seed: Seed of the rounding noise, a uint32 scalar.
+        token: What `restore_arguments` returned, if it is not the first forward pass.
 
     Returns:
         The results, exact, and for each of `plan.kept` its handle or, if it has no
@@ -83,7 +85,7 @@ def run_forward(
     # Packed forms that nothing later has been tied to yet.
     pending: list[jax.Array] = []
     # Carries the dependency on the forward pass so far to what would run at its start.
-    token: jax.Array = jnp.zeros((), jnp.uint8)
+    token = jnp.zeros((), jnp.uint8) if token is None else token
 
     def tie_pending(carriers: Iterable[int]) -> None:
         nonlocal token
@@ -122,8 +124,12 @@ def run_forward(
             inputs = equation.input_values
             tie_pending(v for v in inputs if v >= program.num_arguments)
         operands = _read(equation.inputs, env)
-        if ties.arguments and _would_run_at_the_start(program, equation):
-            operands = [_not_before(token, operand) for operand in operands]
+        if ties.arguments:
+            late = _read_late(plan, equation)
+            operands = [
+                _not_before(token, operand) if atom in late else operand
+                for atom, operand in zip(equation.inputs, operands, strict=True)
+            ]
         outputs = evaluate(equation, operands)
         env.update(zip(equation.outputs, outputs, strict=True))
         for value in equation.outputs:
@@ -242,7 +248,7 @@ def restore_arguments(
     *,
     store: AbstractStore,
     ties: Ties,
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[Any], list[Any], jax.Array]:
     """Restores what a function is run again from, when the backward pass is there.
 
     Args:
@@ -254,7 +260,8 @@ def restore_arguments(
         ties: Which ties are made.
 
     Returns:
-        All arguments, None for those that are not read, and the cotangents, tied.
+        All arguments, None for those that are not read; the cotangents, tied; and what
+        depends on them, never read.
     """
     program = plan.program
     token: jax.Array = jnp.zeros((), jnp.uint8)
@@ -274,7 +281,8 @@ def restore_arguments(
         late = _small_or_rearranged(program)
         late = late.intersection(env).difference(codecs)
         env.update((v, _not_before(token, env[v])) for v in late)
-    return [env.get(v) for v in range(program.num_arguments)], list(cotangents)
+    restored = [env.get(v) for v in range(program.num_arguments)]
+    return restored, list(cotangents), token
 
 
 def _small_or_rearranged(program: Program) -> set[int]:
@@ -333,15 +341,21 @@ def _not_before(token: jax.Array, value: jax.Array) -> jax.Array:
     return jax.lax.select(token == 0, value, jnp.zeros_like(value))
 
 
-def _would_run_at_the_start(program: Program, equation: Equation) -> bool:
-    """Returns whether an equation makes much of little, as random bits of a key.
+def _read_late(plan: ProgramPlan, equation: Equation) -> Container[Atom]:
+    """Returns the operands of an equation that are there long before they are needed.
 
-    What little that is, is mostly there from the start.
+    All those of an equation that makes much of little, as random bits of a key: what
+    little that is, is mostly there from the start. And large slices.
     """
     if is_cheap(equation.primitive):
-        return False
+        return ()
+    program = plan.program
     read = sum(program.nbytes(v) for v in equation.input_values)
-    return read < _LITTLE_NBYTES < sum(program.nbytes(v) for v in equation.outputs)
+    made = sum(program.nbytes(v) for v in equation.outputs)
+    if read < _LITTLE_NBYTES < made:
+        return equation.inputs
+    sliced = plan.slices.intersection(equation.input_values)
+    return [v for v in sliced if is_large(program, v)]
 
 
 _LITTLE_NBYTES = 1024

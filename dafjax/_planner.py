@@ -173,6 +173,7 @@ def plan_arguments(
         ),
         arguments=tuple(v for v in needed if v not in activations),
         recomputed={},
+        slices=plan.slices,
     )
 
 

@@ -131,8 +131,8 @@ class RerunRule(Rule):
 
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
         seed, (kept, stored) = residuals
-        arguments, cotangents = self._restore(kept, stored, cotangents)
-        _, (kept, stored) = self._forward_again(seed, arguments, is_listed=False)
+        arguments, cotangents, token = self._restore(kept, stored, cotangents)
+        _, (kept, stored) = self._forward_again(seed, arguments, token)
         if self._ties.forward:
             # Products of cotangents with weights would be ready before their time.
             leaves, structure = jax.tree.flatten((cotangents, stored))
@@ -154,28 +154,29 @@ class _ForwardPass:
         self._compiled = jax.jit(self._run, inline=True)
 
     def __call__(
-        self, seed: Any, arguments: Sequence[Any], *, is_listed: bool = True
+        self, seed: Any, arguments: Sequence[Any], token: Any = None
     ) -> tuple[list[Any], Any]:
         """Returns the results, and the arguments and handles of the backward pass.
 
         Args:
             seed: Seed of the rounding noise.
             arguments: The arguments; None where nothing reads it.
-            is_listed: Whether what it keeps waits: `saved_residuals` lists it.
+            token: What it waits for. None: it is the first, whose residuals
+                `saved_residuals` lists.
         """
         recorder = current_recorder()
         run = self._compiled
-        if recorder is not None and is_listed:
+        if recorder is not None and token is None:
             run = self._named(recorder.name(self._plan))
         # The passes have custom derivatives inlined, and codes have no derivative.
         operands = [None if a is None else first_order(a) for a in arguments]
-        results, stored = run(operands, seed=seed)
+        results, stored = run(operands, seed=seed, token=token)
         kept = {number: arguments[number] for number in self._plan.arguments}
         return results, (kept, stored)
 
     def _named(self, name: str) -> Callable[..., Any]:
-        def run(arguments: Sequence[Any], *, seed: Any) -> Any:
-            return self._run(arguments, seed=seed)
+        def run(arguments: Sequence[Any], *, seed: Any, token: Any) -> Any:
+            return self._run(arguments, seed=seed, token=token)
 
         run.__name__ = name
         return jax.jit(run)

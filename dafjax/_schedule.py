@@ -27,8 +27,9 @@ Within a stretch three more orders are forced, each worth about one array at the
 - An expensive equation reads its cotangents through a tie with what was restored for
   it: XLA copies operands into the layout that it multiplies in, those that are there
   first, first.
-- Large arguments (weights) are read no earlier than the stretch begins, for the same
-  reason: XLA would turn all of them round at the start of the program.
+- Large arguments (weights) that are copied before they are read are copied no earlier
+  than the stretch begins: XLA would turn all of them round at the start of the program,
+  and take the slices of all weights at the start of an iteration.
 """
 
 import dataclasses
@@ -122,6 +123,7 @@ class _Builder:
         self._given = {k.value for k in plan.kept if k.codec is None}
         self._given.update(plan.arguments)
         self._recomputed = plan.recomputed
+        self._slices = plan.slices
         self._residuals = frozenset(program.residuals())
         self._depths = _depths(program, self._compressed | self._given)
         self._last_use = last_uses(program.backward, program.gradients)
@@ -242,6 +244,8 @@ class _Builder:
         if step.equation is not None and rearranges_operands(step.equation.primitive):
             readers.append(step.equation)
         read = {v for eqn in readers for v in eqn.input_values}
+        if step.equation is not None:
+            read |= self._slices.intersection(step.equation.input_values)
         return tuple(
             v
             for v in sorted(read)
