@@ -42,6 +42,8 @@ class Ties:
         arguments: The dependency of large arguments on the backward pass, and of keys
             on the forward pass. Without it rearranged copies of all weights, and the
             random bits of all layers, wait from the start.
+        results: Ties of small results with what is packed last. Without them a loss is
+            put off until after the backward pass, and the logits live on.
     """
 
     forward: bool = True
@@ -50,6 +52,7 @@ class Ties:
     partial: bool = True
     operands: bool = True
     arguments: bool = True
+    results: bool = True
 
 
 def run_forward(
@@ -135,9 +138,9 @@ def run_forward(
         for value in equation.outputs:
             keep(value, now)
     tie_pending(values_of(program.results))
-    last = max((v for v, (_, item) in kept.items() if item.codec), default=None)
-    if ties.forward and last is not None:
-        # Else a loss could be put off, and its operands would live on.
+    last = max((v for v in kept if is_large(program, v)), default=None)
+    # What is kept as it is waits anyway: nothing is lost if a loss is made of it later.
+    if ties.results and last is not None and kept[last][1].codec is not None:
         small = [
             v
             for v in dict.fromkeys(values_of(program.results))

@@ -73,7 +73,8 @@ def remat_compress(
             one value waits, as between the blocks of a transformer; these values are
             kept in 8 bits. The backward pass runs segment after segment again, keeps
             what it needs of it in codes of `bits`, and reads them at once. Of loops
-            the iterations are run again. For stores of fixed bits.
+            the iterations are run again. What is computed again is off as the 8 bits
+            are: masks of rectifiers flip for values near 0. For stores of fixed bits.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
             The noise also depends on the content of what is rounded, so that a constant
             gives fresh noise in every step and a step can be repeated exactly.
@@ -84,6 +85,7 @@ def remat_compress(
     Raises:
         TypeError: An option or an argument of the function has a wrong type.
         ValueError: An option has a value outside its set.
+        NotImplementedError: `rematerialize` with a store, or `bits`, that change.
 
     Warns:
         UserWarning: A pattern of `bits` or `policy` matches no name in the function.

@@ -12,6 +12,7 @@ import dafjax
 from dafjax import _remat_compress
 from dafjax._passes import Ties
 from dafjax._segments import cut
+from dafjax._tracing import as_function
 from dafjax.policies import CompressExpensive
 from tests import networks
 from tests.helpers import relative_error
@@ -57,10 +58,10 @@ def test_segments_one_after_another_are_the_function(key):
     arguments = jax.tree.leaves(networks.conv_example(key, depth=8))
     env = dict(enumerate(arguments))
     for segment in segments:
-        run = jax.core.jaxpr_as_fun(segment.closed)
+        run = as_function(segment.closed)
         outputs = run(*(env[v] for v in segment.inputs))
         env.update(zip(segment.outputs, outputs, strict=True))
-    (want,) = jax.core.jaxpr_as_fun(closed)(*arguments)
+    (want,) = as_function(closed)(*arguments)
     np.testing.assert_array_equal(env[result], want)
 
 
@@ -117,7 +118,8 @@ def test_the_gradient_of_an_activation_is_close(key):
         return jax.grad(lambda p, x: jnp.sum(block(p, x) * weight), (0, 1))(p[0], x)
 
     got, want = gradient(block), gradient(networks.conv_block)
-    assert 1e-4 < relative_error(flat(got), flat(want)) < 0.06
+    # Of a mask that is made again from 8 bits half a percent flips.
+    assert 1e-3 < relative_error(flat(got), flat(want)) < 0.15
 
 
 def test_masks_of_dropout_are_drawn_again_from_the_same_key(key):
