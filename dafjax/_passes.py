@@ -62,7 +62,7 @@ def run_forward(
     store: AbstractStore,
     ties: Ties,
     seed: Any,
-    token: jax.Array | None = None,
+    after: jax.Array | None = None,
 ) -> tuple[list[Any], list[ArrayTree]]:
     """Computes the results and what the plan keeps.
 
@@ -72,7 +72,7 @@ def run_forward(
         store: Where packed values wait.
         ties: Which ties are made.
         seed: Seed of the rounding noise, a uint32 scalar.
-        token: What `restore_arguments` returned, if it is not the first forward pass.
+        after: The token of `restore_arguments`, if it is not the first forward pass.
 
     Returns:
         The results, exact, and for each of `plan.kept` its handle or, if it has no
@@ -88,7 +88,7 @@ def run_forward(
     # Packed forms that nothing later has been tied to yet.
     pending: list[jax.Array] = []
     # Carries the dependency on the forward pass so far to what would run at its start.
-    token = jnp.zeros((), jnp.uint8) if token is None else token
+    token: jax.Array = jnp.zeros((), jnp.uint8) if after is None else after
 
     def tie_pending(carriers: Iterable[int]) -> None:
         nonlocal token
@@ -263,8 +263,8 @@ def restore_arguments(
         ties: Which ties are made.
 
     Returns:
-        All arguments, None for those that are not read; the cotangents, tied; and what
-        depends on them, never read.
+        All arguments, None for those that are not read; the cotangents, tied; and a
+        token that depends on them.
     """
     program = plan.program
     token: jax.Array = jnp.zeros((), jnp.uint8)

@@ -154,29 +154,29 @@ class _ForwardPass:
         self._compiled = jax.jit(self._run, inline=True)
 
     def __call__(
-        self, seed: Any, arguments: Sequence[Any], token: Any = None
+        self, seed: Any, arguments: Sequence[Any], after: Any = None
     ) -> tuple[list[Any], Any]:
         """Returns the results, and the arguments and handles of the backward pass.
 
         Args:
             seed: Seed of the rounding noise.
             arguments: The arguments; None where nothing reads it.
-            token: What it waits for. None: it is the first, whose residuals
+            after: What it waits for. None: it is the first, whose residuals
                 `saved_residuals` lists.
         """
         recorder = current_recorder()
         run = self._compiled
-        if recorder is not None and token is None:
+        if recorder is not None and after is None:
             run = self._named(recorder.name(self._plan))
         # The passes have custom derivatives inlined, and codes have no derivative.
         operands = [None if a is None else first_order(a) for a in arguments]
-        results, stored = run(operands, seed=seed, token=token)
+        results, stored = run(operands, seed=seed, after=after)
         kept = {number: arguments[number] for number in self._plan.arguments}
         return results, (kept, stored)
 
     def _named(self, name: str) -> Callable[..., Any]:
-        def run(arguments: Sequence[Any], *, seed: Any, token: Any) -> Any:
-            return self._run(arguments, seed=seed, token=token)
+        def run(arguments: Sequence[Any], *, seed: Any, after: Any) -> Any:
+            return self._run(arguments, seed=seed, after=after)
 
         run.__name__ = name
         return jax.jit(run)
