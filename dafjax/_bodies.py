@@ -28,9 +28,10 @@ from dafjax._tracing import ClosedJaxpr, has_primitive
 _WITH_BODIES = ("scan", "cond")
 
 # Returns a body as a function with a derivative rule. Takes the body, those of its
-# arguments that nothing keeps alive for the backward pass, and how often it runs.
+# arguments that nothing keeps alive for the backward pass, those that are slices of
+# what is alive, and how often it runs.
 WrapBody: TypeAlias = Callable[
-    [ClosedJaxpr, tuple[int, ...], int], Callable[..., Sequence[Any]]
+    [ClosedJaxpr, tuple[int, ...], tuple[int, ...], int], Callable[..., Sequence[Any]]
 ]
 
 
@@ -54,6 +55,15 @@ def reads_packed(equation: Equation) -> tuple[int, ...]:
     return tuple(atom for atom in atoms if isinstance(atom, int))
 
 
+def alive_values(graph: Graph, activations: Sequence[int]) -> set[int]:
+    """Returns the arguments that are kept alive, and what follows cheaply from them."""
+    alive = set(range(graph.num_inputs)).difference(activations)
+    for equation in graph.equations:
+        if is_cheap(equation.primitive) and alive.issuperset(equation.input_values):
+            alive.update(equation.outputs)
+    return alive
+
+
 def with_wrapped_bodies(
     closed: ClosedJaxpr, activations: tuple[int, ...], wrap: WrapBody
 ) -> Callable[..., list[Any]]:
@@ -68,7 +78,7 @@ def with_wrapped_bodies(
         A function of the program's arguments.
     """
     graph = flatten(closed, is_differentiated=False)
-    alive = _alive(graph, activations)
+    alive = alive_values(graph, activations)
 
     def function(*arguments: Any) -> list[Any]:
         env: dict[int, Any] = dict(enumerate(arguments))
@@ -93,15 +103,6 @@ def with_wrapped_bodies(
     return function
 
 
-def _alive(graph: Graph, activations: Sequence[int]) -> set[int]:
-    """Returns the arguments that are kept alive, and what follows cheaply from them."""
-    alive = set(range(graph.num_inputs)).difference(activations)
-    for equation in graph.equations:
-        if is_cheap(equation.primitive) and alive.issuperset(equation.input_values):
-            alive.update(equation.outputs)
-    return alive
-
-
 def _scan(
     equation: Equation, lives: Sequence[bool], wrap: WrapBody
 ) -> Callable[..., list[Any]]:
@@ -116,6 +117,7 @@ def _scan(
             for number, lives_on in enumerate(lives)
             if num_consts <= number < first_x or (number >= first_x and not lives_on)
         ),
+        tuple(n for n, lives_on in enumerate(lives) if n >= first_x and lives_on),
         params["length"],
     )
 
@@ -144,7 +146,7 @@ def _cond(
 ) -> Callable[..., list[Any]]:
     # The first operand is the number of the branch.
     activations = tuple(n for n, lives_on in enumerate(lives[1:]) if not lives_on)
-    branches = [wrap(branch, activations, 1) for branch in bodies(equation)]
+    branches = [wrap(branch, activations, (), 1) for branch in bodies(equation)]
 
     def run(index: Any, *operands: Any) -> list[Any]:
         return list(lax.switch(index, branches, *operands))

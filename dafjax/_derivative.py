@@ -1,6 +1,5 @@
 """The derivative rule of a traced function: a plan, run forward and backward."""
 
-import abc
 import contextlib
 import contextvars
 import dataclasses
@@ -12,12 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from dafjax._bits import Bits
 from dafjax._bodies import has_bodies, with_wrapped_bodies
+from dafjax._equation import Constant
 from dafjax._graph import mark_as_wrapped
-from dafjax._native import first_order
-from dafjax._passes import Ties, run_backward, run_forward
-from dafjax._plan import ProgramPlan
 from dafjax._planner import make_plan
 from dafjax._recorder import current_recorder
 from dafjax._residuals import (
@@ -25,23 +21,11 @@ from dafjax._residuals import (
     fingerprint_of_function,
     is_differentiable,
     trace_like,
-    vjp_of_perturbed,
 )
-from dafjax._schedule import schedule_backward
+from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule
+from dafjax._segments import cut
 from dafjax._tracing import ClosedJaxpr, as_function
-from dafjax.policies import AbstractPolicy, SaveAll
-from dafjax.stores import AbstractStore
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a wrapped function was told."""
-
-    policy: AbstractPolicy
-    bits: Bits
-    store: AbstractStore
-    ties: Ties
+from dafjax.policies import SaveAll
 
 
 def with_compressed_residuals(
@@ -49,6 +33,7 @@ def with_compressed_residuals(
     options: Options,
     activations: tuple[int, ...],
     *,
+    slices: tuple[int, ...] = (),
     iterations: int | None = None,
 ) -> Callable[..., list[Any]]:
     """Returns `function(seed, *arguments)` with a compressing derivative rule.
@@ -57,25 +42,71 @@ def with_compressed_residuals(
         closed: The function.
         options: What `remat_compress` was told.
         activations: The arguments that nothing keeps alive for the backward pass.
+        slices: The arguments that are slices of what a loop runs over.
         iterations: If the function is the body of a loop or a branch in a wrapped
             function, how often it runs.
+    """
+    if not options.rematerialize:
+        return _with_rule(
+            closed,
+            options,
+            activations,
+            slices=slices,
+            iterations=iterations,
+            runs_again=False,
+        )
+    segments, results = cut(closed, activations)
+    functions = [
+        _with_rule(
+            segment.closed,
+            options,
+            segment.activations,
+            slices=tuple(n for n, v in enumerate(segment.inputs) if v in slices),
+            iterations=iterations,
+            # Neither where it starts from arguments alone, nor right before its
+            # backward pass.
+            runs_again=bool(segment.activations) and not segment.ends,
+        )
+        for segment in segments
+    ]
+
+    def function(seed: jax.Array, *arguments: Any) -> list[Any]:
+        env: dict[int, Any] = dict(enumerate(arguments))
+        for segment, run in zip(segments, functions, strict=True):
+            outputs = run(seed, *(env[v] for v in segment.inputs))
+            env.update(zip(segment.outputs, outputs, strict=True))
+        return [a.value if isinstance(a, Constant) else env[a] for a in results]
+
+    return function
+
+
+def _with_rule(
+    closed: ClosedJaxpr,
+    options: Options,
+    activations: tuple[int, ...],
+    *,
+    slices: tuple[int, ...],
+    iterations: int | None,
+    runs_again: bool,
+) -> Callable[..., list[Any]]:
+    """Returns the function as one with a derivative rule of its own.
+
+    With loops or branches inside it is not run again: their iterations are.
     """
     evaluate = as_function(closed)
     differentiable = tuple(is_differentiable(aval.dtype) for aval in closed.out_avals)
 
     @functools.lru_cache(maxsize=16)
-    def derivative(
-        perturbed: tuple[bool, ...], recorded: bool, absorbed: bool
-    ) -> _Rule:
+    def derivative(perturbed: tuple[bool, ...], recorded: bool, absorbed: bool) -> Rule:
         if absorbed:
-            return _PlainRule(perturbed, differentiable, evaluate)
-        source, numbers, name = closed, activations, None
+            return PlainRule(perturbed, differentiable, evaluate)
+        source, name, shift = closed, None, 0
         if has_bodies(closed):
             name = fingerprint_of_function(closed, perturbed)
             source = _with_wrapped_bodies(closed, options, activations, iterations or 1)
             # The seed is an argument too.
-            perturbed = (False, *perturbed)
-            numbers = tuple(number + 1 for number in activations)
+            perturbed, shift = (False, *perturbed), 1
+        numbers = tuple(number + shift for number in activations)
         # Wrapped functions inside this one are traced here. The outermost decides:
         # their residuals are part of this plan.
         with _absorbing():
@@ -88,13 +119,16 @@ def with_compressed_residuals(
             iterations=iterations or 1,
             function=name,
         )
+        plan = dataclasses.replace(plan, slices=frozenset(n + shift for n in slices))
         if plan.compresses or options.policy.is_binding:
-            return _ScheduledRule(plan, options)
+            if runs_again and source is closed:
+                return RerunRule(plan, program, options, numbers)
+            return ScheduledRule(plan, options)
         if recorded:
-            # What `_PlainRule` keeps is hidden in JAX's pullback: list its equal.
+            # What `PlainRule` keeps is hidden in JAX's pullback: list its equal.
             plan = make_plan(program, policy=SaveAll(), bits=options.bits)
-            return _ScheduledRule(plan, options)
-        return _PlainRule(perturbed, differentiable, as_function(source))
+            return ScheduledRule(plan, options)
+        return PlainRule(perturbed, differentiable, as_function(source))
 
     @jax.custom_vjp
     def function(seed: jax.Array, *arguments: Any) -> list[Any]:
@@ -146,10 +180,17 @@ def _with_wrapped_bodies(
 
     def run(seed: jax.Array, *arguments: Any) -> list[Any]:
         def wrap(
-            body: ClosedJaxpr, activations: tuple[int, ...], times: int
+            body: ClosedJaxpr,
+            activations: tuple[int, ...],
+            slices: tuple[int, ...],
+            times: int,
         ) -> Callable[..., list[Any]]:
             function = with_compressed_residuals(
-                body, options, activations, iterations=iterations * times
+                body,
+                options,
+                activations,
+                slices=slices,
+                iterations=iterations * times,
             )
             return functools.partial(function, seed)
 
@@ -173,100 +214,13 @@ def _absorbing() -> Iterator[None]:
         _ABSORBED.reset(token)
 
 
-class _Rule(abc.ABC):
-    """A forward and a backward pass.
-
-    Attributes:
-        perturbed: For every argument, whether it is differentiated.
-    """
-
-    perturbed: tuple[bool, ...]
-
-    @abc.abstractmethod
-    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Returns the results and a pytree of what waits for the backward pass."""
-
-    @abc.abstractmethod
-    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
-        """Returns the cotangents of the perturbed arguments."""
-
-
-@final
-class _PlainRule(_Rule):
-    """Ordinary reverse-mode differentiation, where nothing is compressed.
-
-    Bit for bit what JAX computes, and differentiable any number of times.
-    """
-
-    def __init__(
-        self,
-        perturbed: tuple[bool, ...],
-        differentiable: tuple[bool, ...],
-        function: Callable[..., list[Any]],
-    ) -> None:
-        self.perturbed = perturbed
-        self._differentiable = differentiable
-        self._function = function
-
-    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
-        del seed
-        return vjp_of_perturbed(
-            self._function, arguments, self.perturbed, self._differentiable
-        )
-
-    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
-        return residuals(list(cotangents))
-
-
-@final
-class _ScheduledRule(_Rule):
-    """Both passes equation by equation; compiled once when called eagerly."""
-
-    def __init__(self, plan: ProgramPlan, options: Options) -> None:
-        self.perturbed = plan.program.perturbed
-        self._plan = plan
-        self._run_forward = functools.partial(
-            run_forward, plan, store=options.store, ties=options.ties
-        )
-        self._run_backward = functools.partial(
-            run_backward,
-            plan,
-            schedule_backward(plan),
-            store=options.store,
-            ties=options.ties,
-        )
-        self._forward = jax.jit(self._run_forward, inline=True)
-        self._backward = jax.jit(self._run_backward, inline=True)
-
-    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
-        recorder = current_recorder()
-        run = self._forward
-        if recorder is not None:
-            run = self._named(recorder.name(self._plan))
-        # The passes have custom derivatives inlined, and codes have no derivative.
-        results, stored = run([first_order(a) for a in arguments], seed=seed)
-        kept = {number: arguments[number] for number in self._plan.arguments}
-        return results, (kept, stored)
-
-    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
-        kept, stored = residuals
-        return self._backward(kept, stored, cotangents)
-
-    def _named(self, name: str) -> Callable[..., Any]:
-        def run(arguments: Sequence[Any], *, seed: Any) -> Any:
-            return self._run_forward(arguments, seed=seed)
-
-        run.__name__ = name
-        return jax.jit(run)
-
-
 @final
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Carried:
     """Carries the rule from the forward to the backward pass, in the tree structure."""
 
-    rule: _Rule
+    rule: Rule
     perturbed: tuple[bool, ...]
 
 

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -13,9 +13,9 @@ from dafjax._graph import live_equations
 from dafjax._importance import Probe
 from dafjax._native import tie
 from dafjax._plan import ProgramPlan
-from dafjax._primitives import is_cheap
+from dafjax._primitives import is_cheap, rearranges_operands
 from dafjax._residuals import Program
-from dafjax._schedule import Step, Unpacking, last_uses
+from dafjax._schedule import Step, Unpacking, is_large, last_uses
 from dafjax._sites import site_names
 from dafjax._typing import ArrayTree
 from dafjax.codecs import AbstractCodec
@@ -42,6 +42,8 @@ class Ties:
         arguments: The dependency of large arguments on the backward pass, and of keys
             on the forward pass. Without it rearranged copies of all weights, and the
             random bits of all layers, wait from the start.
+        results: Ties of small results with what is packed last. Without them a loss is
+            put off until after the backward pass, and the logits live on.
     """
 
     forward: bool = True
@@ -50,6 +52,7 @@ class Ties:
     partial: bool = True
     operands: bool = True
     arguments: bool = True
+    results: bool = True
 
 
 def run_forward(
@@ -59,6 +62,7 @@ def run_forward(
     store: AbstractStore,
     ties: Ties,
     seed: Any,
+    after: jax.Array | None = None,
 ) -> tuple[list[Any], list[ArrayTree]]:
     """Computes the results and what the plan keeps.
 
@@ -68,6 +72,7 @@ def run_forward(
         store: Where packed values wait.
         ties: Which ties are made.
         seed: Seed of the rounding noise, a uint32 scalar.
+        after: The token of `restore_arguments`, if it is not the first forward pass.
 
     Returns:
         The results, exact, and for each of `plan.kept` its handle or, if it has no
@@ -83,7 +88,7 @@ def run_forward(
     # Packed forms that nothing later has been tied to yet.
     pending: list[jax.Array] = []
     # Carries the dependency on the forward pass so far to what would run at its start.
-    token: jax.Array = jnp.zeros((), jnp.uint8)
+    token: jax.Array = jnp.zeros((), jnp.uint8) if after is None else after
 
     def tie_pending(carriers: Iterable[int]) -> None:
         nonlocal token
@@ -122,13 +127,29 @@ def run_forward(
             inputs = equation.input_values
             tie_pending(v for v in inputs if v >= program.num_arguments)
         operands = _read(equation.inputs, env)
-        if ties.arguments and _would_run_at_the_start(program, equation):
-            operands = [_not_before(token, operand) for operand in operands]
+        if ties.arguments:
+            late = _read_late(plan, equation)
+            operands = [
+                _not_before(token, operand) if atom in late else operand
+                for atom, operand in zip(equation.inputs, operands, strict=True)
+            ]
         outputs = evaluate(equation, operands)
         env.update(zip(equation.outputs, outputs, strict=True))
         for value in equation.outputs:
             keep(value, now)
     tie_pending(values_of(program.results))
+    last = max((v for v in kept if is_large(program, v)), default=None)
+    # What is kept as it is waits anyway: nothing is lost if a loss is made of it later.
+    if ties.results and last is not None and kept[last][1].codec is not None:
+        small = [
+            v
+            for v in dict.fromkeys(values_of(program.results))
+            if v >= program.num_arguments and not is_large(program, v)
+        ]
+        leaves, structure = jax.tree.flatten(stored[last])
+        tied = tie(*(env[v] for v in small), *leaves)
+        env.update(zip(small, tied[: len(small)], strict=True))
+        stored[last] = jax.tree.unflatten(structure, tied[len(small) :])
     return _read(program.results, env), [stored[item.value] for item in plan.kept]
 
 
@@ -222,6 +243,69 @@ def run_backward(
     return _tied_to(gradients, done)
 
 
+def restore_arguments(
+    plan: ProgramPlan,
+    arguments: Mapping[int, jax.Array],
+    stored: Sequence[ArrayTree],
+    cotangents: Sequence[jax.Array],
+    *,
+    store: AbstractStore,
+    ties: Ties,
+) -> tuple[list[Any], list[Any], jax.Array]:
+    """Restores what a function is run again from, when the backward pass is there.
+
+    Args:
+        plan: What was kept: arguments alone.
+        arguments: The arguments that `plan.arguments` names.
+        stored: What `run_forward` returned for `plan.kept`.
+        cotangents: The cotangents of the differentiable results.
+        store: Where packed values wait.
+        ties: Which ties are made.
+
+    Returns:
+        All arguments, None for those that are not read; the cotangents, tied; and a
+        token that depends on them.
+    """
+    program = plan.program
+    token: jax.Array = jnp.zeros((), jnp.uint8)
+    if ties.cotangent:
+        *cotangents, token = tie(*cotangents, token)
+    codecs = _codecs(plan, store)
+    env: dict[int, Any] = dict(arguments)
+    for item, handle in zip(plan.kept, stored, strict=True):
+        if item.codec is None:
+            env[item.value] = handle
+            continue
+        with jax.named_scope("unpack"):
+            codec = codecs[item.value]
+            env[item.value] = codec.decode(store.get(handle), item.like, after=(token,))
+    if ties.arguments:
+        # Else what follows from them alone would be there since the forward pass.
+        late = _small_or_rearranged(program)
+        late = late.intersection(env).difference(codecs)
+        env.update((v, _not_before(token, env[v])) for v in late)
+    restored = [env.get(v) for v in range(program.num_arguments)]
+    return restored, list(cotangents), token
+
+
+def _small_or_rearranged(program: Program) -> set[int]:
+    """Returns the arguments that to delay costs little.
+
+    Those that are small, and those that are copied where they are read. Of a large one
+    that a product reads as it is, a copy would have to be made.
+    """
+    found = {v for v in range(program.num_arguments) if not is_large(program, v)}
+    for equation in program.forward:
+        if is_cheap(equation.primitive) or rearranges_operands(equation.primitive):
+            made = sum(program.nbytes(v) for v in equation.outputs)
+            found.update(
+                v
+                for v in equation.input_values
+                if v < program.num_arguments and program.nbytes(v) <= 2 * made
+            )
+    return found
+
+
 def _tied_to(gradients: list[Any], done: jax.Array) -> list[Any]:
     """Makes gradients depend on a call that is made for what else it does."""
     for number, gradient in enumerate(gradients):
@@ -260,15 +344,21 @@ def _not_before(token: jax.Array, value: jax.Array) -> jax.Array:
     return jax.lax.select(token == 0, value, jnp.zeros_like(value))
 
 
-def _would_run_at_the_start(program: Program, equation: Equation) -> bool:
-    """Returns whether an equation makes much of little, as random bits of a key.
+def _read_late(plan: ProgramPlan, equation: Equation) -> Container[Atom]:
+    """Returns the operands of an equation that are there long before they are needed.
 
-    What little that is, is mostly there from the start.
+    All those of an equation that makes much of little, as random bits of a key: what
+    little that is, is mostly there from the start. And large slices.
     """
     if is_cheap(equation.primitive):
-        return False
+        return ()
+    program = plan.program
     read = sum(program.nbytes(v) for v in equation.input_values)
-    return read < _LITTLE_NBYTES < sum(program.nbytes(v) for v in equation.outputs)
+    made = sum(program.nbytes(v) for v in equation.outputs)
+    if read < _LITTLE_NBYTES < made:
+        return equation.inputs
+    sliced = plan.slices.intersection(equation.input_values)
+    return [v for v in sliced if is_large(program, v)]
 
 
 _LITTLE_NBYTES = 1024

@@ -72,6 +72,8 @@ class ProgramPlan:
             backward pass needs is an argument or recomputed.
         arguments: The arguments that the backward pass reads.
         recomputed: For every value that the backward pass computes again, how.
+        slices: The arguments that are slices of what a loop runs over: they are copied
+            for each iteration, but no earlier than they are read.
     """
 
     program: Program
@@ -80,6 +82,7 @@ class ProgramPlan:
     kept: tuple[Kept, ...]
     arguments: tuple[int, ...]
     recomputed: Mapping[int, Equation]
+    slices: frozenset[int] = frozenset()
 
     @property
     def compresses(self) -> bool:

@@ -23,6 +23,7 @@ from dafjax.codecs import AbstractCodec, Affine
 from dafjax.policies import (
     AbstractPolicy,
     Compress,
+    CompressExpensive,
     Decision,
     Recompute,
     Residual,
@@ -124,6 +125,68 @@ def make_plan(
         arguments=tuple(sorted(arguments)),
         recomputed=recomputed,
     )
+
+
+def plan_arguments(
+    plan: ProgramPlan, program: Program, *, bits: Bits, activations: Iterable[int]
+) -> ProgramPlan:
+    """Decides how the arguments wait that a function is run again from.
+
+    Activations in codes of 8 bits: all that is computed from them is off with them.
+
+    Args:
+        plan: What is kept when the function is run again.
+        program: The function as the plan was made of it.
+        bits: The bits of everything else.
+        activations: The arguments that nothing keeps alive.
+
+    Returns:
+        A plan that keeps the activations that `plan` depends on, and nothing else.
+    """
+    activations = frozenset(activations)
+    kept = {item.value for item in plan.kept}
+    equations = live_equations(plan.program.forward, sorted(kept))
+    read = {v for eqn in equations for v in eqn.input_values}
+    read.update(plan.arguments, kept)
+    needed = [v for v in range(program.num_arguments) if v in read]
+    channels = find_channels(program, activations)
+    return ProgramPlan(
+        program=program,
+        fingerprint=plan.fingerprint,
+        function=plan.function,
+        kept=tuple(
+            _describe(
+                plan.fingerprint,
+                program.avals[value],
+                value,
+                None,
+                _decide_argument(program.avals[value]),
+                _default_codec(
+                    bits.of((), Use.AMPLIFIED),
+                    tuple(program.avals[value].shape),
+                    has_channels=value in channels,
+                ),
+                is_packed=False,
+            )
+            for value in needed
+            if value in activations
+        ),
+        arguments=tuple(v for v in needed if v not in activations),
+        recomputed={},
+        slices=plan.slices,
+    )
+
+
+def _decide_argument(aval: Any) -> Decision:
+    described = Residual(
+        shape=tuple(aval.shape),
+        dtype=aval.dtype,
+        primitive="argument",
+        reduced_from=0,
+        known=False,
+        sources=0,
+    )
+    return CompressExpensive()(described)
 
 
 def _default_codec(bits: int, shape: tuple[int, ...], *, has_channels: bool) -> Affine:

@@ -14,13 +14,15 @@ from jax.core import Tracer
 
 from dafjax._bits import AnyBits, Bits, as_bits, matches
 from dafjax._call import StaticArguments, bind, positional_parameters, positions, run
-from dafjax._derivative import Options, with_compressed_residuals
+from dafjax._derivative import with_compressed_residuals
 from dafjax._passes import Ties
+from dafjax._rules import Options
 from dafjax._stand_in import current_stand_in
 from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target
 from dafjax._tracing import ClosedJaxpr, as_function, names_in, trace, trace_context
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from dafjax.stores import AbstractStore, Arrays
+from dafjax.stores._static import AbstractStaticStore
 
 
 def remat_compress(
@@ -32,6 +34,7 @@ def remat_compress(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     activation_argnums: int | Sequence[int] = (),
+    rematerialize: bool = False,
     seed: int | jax.Array = 0,
 ) -> Callable[..., Any]:
     """Makes a function keep what its backward pass needs in a few bits.
@@ -65,6 +68,13 @@ def remat_compress(
         activation_argnums: Positions of arguments that nothing else keeps alive, as the
             input of a block whose call is wrapped on its own. Where the backward pass
             needs such an argument, it is decided about like a value made inside.
+        rematerialize: Whether the forward pass runs twice, as with `jax.checkpoint`,
+            where that spares memory. The function is cut into segments between which
+            one value waits, as between the blocks of a transformer; these values are
+            kept in 8 bits. The backward pass runs segment after segment again, keeps
+            what it needs of it in codes of `bits`, and reads them at once. Of loops
+            the iterations are run again. What is computed again is off as the 8 bits
+            are: masks of rectifiers flip for values near 0. For stores of fixed bits.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
             The noise also depends on the content of what is rounded, so that a constant
             gives fresh noise in every step and a step can be repeated exactly.
@@ -75,6 +85,7 @@ def remat_compress(
     Raises:
         TypeError: An option or an argument of the function has a wrong type.
         ValueError: An option has a value outside its set.
+        NotImplementedError: `rematerialize` with a store, or `bits`, that change.
 
     Warns:
         UserWarning: A pattern of `bits` or `policy` matches no name in the function.
@@ -98,6 +109,7 @@ def remat_compress(
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             activation_argnums=activation_argnums,
+            rematerialize=rematerialize,
             seed=seed,
         )
     if not callable(fun):
@@ -110,11 +122,17 @@ def remat_compress(
         checked_store = checked_store.allocate_for(bits)
         # They hold until others are allocated, and tell which uses need more.
         bits = Bits()
+    if rematerialize and not isinstance(checked_store, AbstractStaticStore):
+        raise NotImplementedError(
+            "`remat_compress(rematerialize=True)` is for `dafjax.stores.Arrays()` and "
+            f"`Host()`, with fixed `bits`, but got `{checked_store!r}`."
+        )
     options = Options(
         policy=_checked_policy(policy),
         bits=Bits() if bits is None else as_bits(bits, "remat_compress(bits=...)"),
         store=checked_store,
         ties=Ties(),
+        rematerialize=_checked_flag("rematerialize", rematerialize),
     )
     if bits is None:
         return fun
@@ -300,6 +318,14 @@ def _checked_store(store: Any) -> AbstractStore:
             "`dafjax.stores.Arrays()`."
         )
     return store
+
+
+def _checked_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"`remat_compress({name}=...)` must be a bool, but got `{value!r}`."
+        )
+    return bool(value)
 
 
 def _checked_numbers(name: str, numbers: Any) -> tuple[int, ...]:

@@ -7,7 +7,10 @@ to save. An order can only be forced by a data dependency that it cannot see thr
 `tie`, a custom call that returns its operands and, for all XLA knows, needs them all.
 
 So the backward pass is cut into stretches. A stretch begins before an expensive
-equation, and before the first unpacking after one. There, one tie takes
+equation, and before the first unpacking after one. It also begins after an expensive
+equation for which something was recomputed from a large residual that is read again:
+else both wait while it runs, as attention probabilities and the exponentials that they
+are made of. There, one tie takes
 
 - all cotangents computed in the stretch before that are still needed: whatever was read
   to compute them is dead from there on;
@@ -24,12 +27,14 @@ Within a stretch three more orders are forced, each worth about one array at the
 - An expensive equation reads its cotangents through a tie with what was restored for
   it: XLA copies operands into the layout that it multiplies in, those that are there
   first, first.
-- Large arguments (weights) are read no earlier than the stretch begins, for the same
-  reason: XLA would turn all of them round at the start of the program.
+- Large arguments (weights) that are copied before they are read are copied no earlier
+  than the stretch begins: XLA would turn all of them round at the start of the program,
+  and take the slices of all weights at the start of an iteration.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Container, Iterable, Sequence
 from typing import final
 
 from dafjax._equation import Atom, Equation, values_of
@@ -118,6 +123,8 @@ class _Builder:
         self._given = {k.value for k in plan.kept if k.codec is None}
         self._given.update(plan.arguments)
         self._recomputed = plan.recomputed
+        self._slices = plan.slices
+        self._residuals = frozenset(program.residuals())
         self._depths = _depths(program, self._compressed | self._given)
         self._last_use = last_uses(program.backward, program.gradients)
         self._made = set(program.cotangents)
@@ -134,6 +141,7 @@ class _Builder:
         expensive = equation is not None and not is_cheap(equation.primitive)
         unpacks = any(v in self._compressed for v in self._missing(residuals))
         begins = expensive or (unpacks and self._expensive_since_begin)
+        begins = begins or self._sources_waited(now)
         cotangents: tuple[int, ...] = ()
         if begins:
             self._known.clear()
@@ -211,11 +219,33 @@ class _Builder:
         cotangents = [v for v in large if v in self._made]
         return (*cotangents, *new) if cotangents and new else ()
 
+    def _sources_waited(self, now: int) -> bool:
+        """Returns whether unpacking again spares an expensive equation just run memory.
+
+        That is, if a large residual was unpacked for it, that it does not read itself,
+        and the equations up to the next expensive one read it.
+        """
+        large = {v for v in self._known & self._compressed if self._is_large(v)}
+        if not large or not self._expensive_since_begin:
+            return False
+        before = self._program.backward[now - 1]
+        waited = large.difference(before.input_values)
+        if not waited or is_cheap(before.primitive):
+            return False
+        stretch = itertools.takewhile(
+            lambda eqn: is_cheap(eqn.primitive),
+            itertools.islice(self._program.backward, now, None),
+        )
+        read = {v for eqn in stretch for v in eqn.input_values}
+        return not waited.isdisjoint(self._missing(read & self._residuals, known=()))
+
     def _large_arguments(self, step: Step) -> tuple[int, ...]:
         readers = list(step.recomputed)
         if step.equation is not None and rearranges_operands(step.equation.primitive):
             readers.append(step.equation)
         read = {v for eqn in readers for v in eqn.input_values}
+        if step.equation is not None:
+            read |= self._slices.intersection(step.equation.input_values)
         return tuple(
             v
             for v in sorted(read)
@@ -231,26 +261,29 @@ class _Builder:
         return value >= self._program.num_arguments or not self._is_large(value)
 
     def _is_large(self, value: int) -> bool:
-        return self._nbytes(value) > _SMALL_NBYTES
+        return is_large(self._program, value)
 
     def _nbytes(self, value: int) -> int:
         return self._program.nbytes(value)
 
-    def _missing(self, wanted: Iterable[int]) -> list[int]:
-        """Returns all values between what is at hand and `wanted`.
+    def _missing(
+        self, wanted: Iterable[int], known: Container[int] | None = None
+    ) -> list[int]:
+        """Returns all values between what is `known`, or at hand, and `wanted`.
 
         In an order in which they can be restored: one operand with all that it takes,
         then the next. Large ones that take long come first, so that what is at hand
         already waits for little.
         """
+        known = self._known if known is None else known
         missing: dict[int, None] = {}
         begun: set[int] = set()
         stack = sorted(wanted, key=self._effort)
         while stack:
             value = stack[-1]
-            if value in begun or value in self._known:
+            if value in begun or value in known:
                 stack.pop()
-                if value not in self._known:
+                if value not in known:
                     missing[value] = None
                 continue
             begun.add(value)
@@ -260,6 +293,11 @@ class _Builder:
                     sorted((v for v in operands if v not in begun), key=self._effort)
                 )
         return list(missing)
+
+
+def is_large(program: Program, value: int) -> bool:
+    """Returns whether a value is worth an order."""
+    return program.nbytes(value) > _SMALL_NBYTES
 
 
 def _depths(program: Program, at_hand: set[int]) -> dict[int, int]:

@@ -37,6 +37,7 @@ def remat_compress(
     static_argnums: int | Sequence[int] = (),
     activation_argnums: int | Sequence[int] | None = None,
     methods: Sequence[str] | None = None,
+    rematerialize: bool = False,
     seed: int | jax.Array = 0,
 ) -> Target:
     """Makes a module keep what its backward pass needs in a few bits.
@@ -65,6 +66,7 @@ def remat_compress(
             counted likewise. `None`: all. Leave out an array that many blocks are
             given, as a mask: it is kept once as it is, but packed once for each block.
         methods: Names of the methods to wrap. `None`: `__call__`. A function has none.
+        rematerialize: As in `dafjax.remat_compress`.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
 
     Returns:
@@ -100,6 +102,7 @@ def remat_compress(
         bits=bits,
         store=store,
         static_argnums=static_argnums,
+        rematerialize=rematerialize,
         seed=seed,
     )
     # Checks the options now, not in the first call.

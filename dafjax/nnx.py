@@ -30,6 +30,7 @@ def remat_compress(
     store: AbstractStore | None = None,
     static_argnums: int | Sequence[int] = (),
     activation_argnums: int | Sequence[int] | None = None,
+    rematerialize: bool = False,
     seed: int | jax.Array = 0,
 ) -> Callable[..., Any]:
     """Makes a function of modules keep what its backward pass needs in a few bits.
@@ -58,6 +59,7 @@ def remat_compress(
             alive, counted likewise. `None`: all. Leave out an array that many blocks
             are given, as a mask: it is kept once as it is, but packed once for each
             block.
+        rematerialize: As in `dafjax.remat_compress`.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
 
     Returns:
@@ -90,6 +92,7 @@ def remat_compress(
             store=store,
             static_argnums=static_argnums,
             activation_argnums=activation_argnums,
+            rematerialize=rematerialize,
             seed=seed,
         )
     compress = functools.partial(
@@ -98,6 +101,7 @@ def remat_compress(
         bits=bits,
         store=store,
         static_argnums=static_argnums,
+        rematerialize=rematerialize,
         seed=seed,
     )
     # Checks the options now, not in the first call.

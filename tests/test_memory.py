@@ -13,6 +13,9 @@ from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.training import Workload
 from dafjax import _remat_compress
 from dafjax._passes import Ties
+from dafjax._schedule import _Builder
+from dafjax.codecs import Affine
+from dafjax.policies import CompressExpensive
 from tests import networks
 
 
@@ -100,6 +103,85 @@ def test_a_further_layer_adds_what_the_plan_says(scheduler):
     # the backward pass needs most.
     kernel = 9 * CHANNELS * CHANNELS * 4
     assert predicted * 0.65 < added < predicted * 1.1 + 2 * kernel
+
+
+def logits_loss(p, x, labels):
+    """Logits of 16 MiB, behind layers of 256 KiB."""
+    for w in p["layers"]:
+        x = x + jnp.tanh(x @ w)
+    logits = x @ p["head"]
+    chosen = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+
+def logits_example():
+    layers = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
+    head = jax.ShapeDtypeStruct((64, 4096), jnp.float32)
+    x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    return (
+        {"layers": layers, "head": head},
+        x,
+        jax.ShapeDtypeStruct((1024,), jnp.int32),
+    )
+
+
+def value_and_gradient_nbytes(loss, *arguments, scheduler):
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(*arguments)
+    memory = compiled.compile(
+        compiler_options={"xla_cpu_scheduler_type": scheduler}
+    ).memory_analysis()
+    return memory.temp_size_in_bytes
+
+
+def test_without_ties_of_results_the_loss_is_put_off(monkeypatch):
+    """What it would be computed of then lives until the end."""
+    measure = functools.partial(value_and_gradient_nbytes, scheduler=MEMORY_OPTIMIZED)
+    tied = measure(dafjax.remat_compress(logits_loss), *logits_example())
+    set_ties(monkeypatch, results=False)
+    untied = measure(dafjax.remat_compress(logits_loss), *logits_example())
+    assert untied > tied + 0.7 * 16 * MIB
+
+
+def sliced_loss(p, x):
+    """A loop over layers of four products, with weights larger than activations."""
+
+    def layer(x, p):
+        y = x
+        for w in p:
+            y = jnp.tanh(y @ w)
+        return x + y, None
+
+    x, _ = jax.lax.scan(layer, x, p)
+    return jnp.mean(x**2)
+
+
+def test_without_ties_of_arguments_all_slices_of_a_loop_wait(monkeypatch):
+    """Slices of all weights of an iteration have 16 MiB, one has 1 MiB."""
+    p = [jax.ShapeDtypeStruct((8, 512, 512), jnp.float32)] * 16
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    tied = temp_nbytes(dafjax.remat_compress(sliced_loss), p, x)
+    set_ties(monkeypatch, arguments=False)
+    untied = temp_nbytes(dafjax.remat_compress(sliced_loss), p, x)
+    assert untied > tied + 8 * MIB
+
+
+def attention_loss(p, x):
+    """One matrix of attention has 4 MiB, everything else 256 KiB."""
+    for query, key, value in p:
+        heads = ((x @ w)[None, :, None] for w in (query, key, value))
+        x = x + jax.nn.dot_product_attention(*heads)[0, :, 0]
+    return jnp.mean(x**2)
+
+
+def test_exponentials_do_not_wait_beside_probabilities(monkeypatch):
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    example = [(w, w, w)] * 4, jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    policy = CompressExpensive(Affine(bits=2))
+    wrapped = dafjax.remat_compress(attention_loss, policy=policy)
+    apart = temp_nbytes(wrapped, *example)
+    monkeypatch.setattr(_Builder, "_sources_waited", lambda self, now: False)
+    wrapped = dafjax.remat_compress(attention_loss, policy=policy)
+    assert temp_nbytes(wrapped, *example) > apart + 0.7 * 4 * MIB
 
 
 def test_without_forward_ties_packing_is_put_off(monkeypatch):

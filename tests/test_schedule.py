@@ -1,5 +1,7 @@
 """The order of the backward pass, without running it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +10,7 @@ from dafjax._bits import Bits
 from dafjax._planner import make_plan
 from dafjax._primitives import is_cheap
 from dafjax._residuals import differentiate
-from dafjax._schedule import Unpacking, schedule_backward
+from dafjax._schedule import Unpacking, _Builder, schedule_backward
 from dafjax.policies import CompressExpensive
 from tests import networks
 
@@ -132,6 +134,61 @@ def test_a_product_reads_its_cotangent_tied_with_what_was_restored(plan):
     for values in joined:
         assert values & restored
         assert values - restored
+
+
+def softmax_plan():
+    """Attention, whose exponentials are read for probabilities and again later."""
+    x = jnp.ones((2, 128, 32))
+
+    def loss(query, key, value):
+        weights = jnp.exp(jnp.einsum("btd,bsd->bts", query, key) / 32.0)
+        weights = weights / weights.sum(-1, keepdims=True)
+        return jnp.sum(jnp.einsum("bsd,bts->bdt", value, weights) ** 2)
+
+    return make_plan(
+        differentiate(jax.make_jaxpr(loss)(x, x, x), [True] * 3),
+        policy=CompressExpensive(min_nbytes=256),
+        bits=Bits(),
+    )
+
+
+def waiting_sources(plan):
+    """Returns residuals unpacked for a product that reads others, and read later."""
+    found = set()
+    for first, *others in stretches(schedule_backward(plan)):
+        if first.equation is None or is_cheap(first.equation.primitive):
+            continue
+        waiting = {v for v in first.unpacked if plan.program.nbytes(v) > 16 * 1024}
+        waiting.difference_update(first.equation.input_values)
+        for step in others:
+            for eqn in (*step.recomputed, step.equation):
+                if eqn is not None:
+                    found |= waiting.intersection(eqn.input_values)
+    return found
+
+
+def test_what_a_product_was_recomputed_from_does_not_wait_beside_it():
+    assert not waiting_sources(softmax_plan())
+
+
+def test_without_a_stretch_of_its_own_exponentials_wait(monkeypatch):
+    monkeypatch.setattr(_Builder, "_sources_waited", lambda self, now: False)
+    (value,) = waiting_sources(softmax_plan())
+    assert softmax_plan().program.avals[value].shape == (2, 128, 128)
+
+
+def test_a_loop_has_slices_delayed_and_no_whole_arguments(plan):
+    x, w = jnp.ones((128, 128)), jnp.ones((128, 128))
+    closed = jax.make_jaxpr(lambda w, x: jnp.tanh(x @ w) @ w)(w, x)
+    plan = make_plan(
+        differentiate(closed, [True, True]),
+        policy=CompressExpensive(min_nbytes=256),
+        bits=Bits(),
+        activations=(1,),
+    )
+    for slices in (frozenset(), frozenset([0])):
+        steps = schedule_backward(dataclasses.replace(plan, slices=slices))
+        assert {v for step in steps for v in step.delayed} == slices
 
 
 def test_large_arguments_of_convolutions_are_delayed(plan):

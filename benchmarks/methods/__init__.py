@@ -2,7 +2,13 @@
 
 from collections.abc import Callable, Mapping
 
-from benchmarks.methods import compress, remat_best, remat_full, save_all
+from benchmarks.methods import (
+    compress,
+    compress_again,
+    remat_best,
+    remat_full,
+    save_all,
+)
 from benchmarks.methods.method import Method as Method
 
 
@@ -11,6 +17,7 @@ METHODS: Mapping[str, Callable[[int], Method]] = {
     "remat_full": remat_full.make,
     "remat_best": remat_best.make,
     "compress": compress.make,
+    "compress_again": compress_again.make,
 }
 BASELINE = "save_all"
 

@@ -1,0 +1,194 @@
+"""Rules of differentiation: a forward and a backward pass, made from a plan or not."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import jax
+
+from dafjax._bits import Bits
+from dafjax._native import first_order, tie
+from dafjax._passes import Ties, restore_arguments, run_backward, run_forward
+from dafjax._plan import ProgramPlan
+from dafjax._planner import plan_arguments
+from dafjax._recorder import current_recorder
+from dafjax._residuals import Program, vjp_of_perturbed
+from dafjax._schedule import schedule_backward
+from dafjax.policies import AbstractPolicy
+from dafjax.stores import AbstractStore
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a wrapped function was told."""
+
+    policy: AbstractPolicy
+    bits: Bits
+    store: AbstractStore
+    ties: Ties
+    rematerialize: bool
+
+
+class Rule(abc.ABC):
+    """A forward and a backward pass.
+
+    Attributes:
+        perturbed: For every argument, whether it is differentiated.
+    """
+
+    perturbed: tuple[bool, ...]
+
+    @abc.abstractmethod
+    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Returns the results and a pytree of what waits for the backward pass."""
+
+    @abc.abstractmethod
+    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
+        """Returns the cotangents of the perturbed arguments."""
+
+
+@final
+class PlainRule(Rule):
+    """Ordinary reverse-mode differentiation, where nothing is compressed.
+
+    Bit for bit what JAX computes, and differentiable any number of times.
+    """
+
+    def __init__(
+        self,
+        perturbed: tuple[bool, ...],
+        differentiable: tuple[bool, ...],
+        function: Callable[..., list[Any]],
+    ) -> None:
+        self.perturbed = perturbed
+        self._differentiable = differentiable
+        self._function = function
+
+    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        del seed
+        return vjp_of_perturbed(
+            self._function, arguments, self.perturbed, self._differentiable
+        )
+
+    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
+        return residuals(list(cotangents))
+
+
+@final
+class ScheduledRule(Rule):
+    """Both passes equation by equation."""
+
+    def __init__(self, plan: ProgramPlan, options: Options) -> None:
+        self.perturbed = plan.program.perturbed
+        self._forward = _ForwardPass(plan, options)
+        self._backward = _make_backward_pass(plan, options)
+
+    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        return self._forward(seed, arguments)
+
+    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
+        return self._backward(*residuals, cotangents)
+
+
+@final
+class RerunRule(Rule):
+    """Keeps nothing but activation arguments; the backward pass starts from these.
+
+    It runs the function again, keeps residuals as a plan says, and reads them at once.
+    The codes make the second run another one than the first, which XLA cannot merge
+    with it, and the cotangents that they wait for put it off.
+    """
+
+    def __init__(
+        self,
+        plan: ProgramPlan,
+        program: Program,
+        options: Options,
+        activations: Iterable[int],
+    ) -> None:
+        self.perturbed = program.perturbed
+        of_arguments = plan_arguments(
+            plan, program, bits=options.bits, activations=activations
+        )
+        # Nobody reads the results of the second run.
+        without_results = dataclasses.replace(plan.program, results=())
+        self._forward = _ForwardPass(of_arguments, options)
+        self._restore = functools.partial(
+            restore_arguments, of_arguments, store=options.store, ties=options.ties
+        )
+        self._forward_again = _ForwardPass(
+            dataclasses.replace(plan, program=without_results), options
+        )
+        self._backward = _make_backward_pass(plan, options)
+        self._ties = options.ties
+
+    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        results, residuals = self._forward(seed, arguments)
+        return results, (seed, residuals)
+
+    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
+        seed, (kept, stored) = residuals
+        arguments, cotangents, token = self._restore(kept, stored, cotangents)
+        _, (kept, stored) = self._forward_again(seed, arguments, token)
+        if self._ties.forward:
+            # Products of cotangents with weights would be ready before their time.
+            leaves, structure = jax.tree.flatten((cotangents, stored))
+            cotangents, stored = jax.tree.unflatten(structure, tie(*leaves))
+        gradients = self._backward(kept, stored, cotangents)
+        # What is left to do here would hold on to what was unpacked.
+        return tie(*gradients) if self._ties.outgoing else gradients
+
+
+@final
+class _ForwardPass:
+    """A forward pass as scheduled; compiled once when called eagerly."""
+
+    def __init__(self, plan: ProgramPlan, options: Options) -> None:
+        self._plan = plan
+        self._run = functools.partial(
+            run_forward, plan, store=options.store, ties=options.ties
+        )
+        self._compiled = jax.jit(self._run, inline=True)
+
+    def __call__(
+        self, seed: Any, arguments: Sequence[Any], after: Any = None
+    ) -> tuple[list[Any], Any]:
+        """Returns the results, and the arguments and handles of the backward pass.
+
+        Args:
+            seed: Seed of the rounding noise.
+            arguments: The arguments; None where nothing reads it.
+            after: What it waits for. None: it is the first, whose residuals
+                `saved_residuals` lists.
+        """
+        recorder = current_recorder()
+        run = self._compiled
+        if recorder is not None and after is None:
+            run = self._named(recorder.name(self._plan))
+        # The passes have custom derivatives inlined, and codes have no derivative.
+        operands = [None if a is None else first_order(a) for a in arguments]
+        results, stored = run(operands, seed=seed, after=after)
+        kept = {number: arguments[number] for number in self._plan.arguments}
+        return results, (kept, stored)
+
+    def _named(self, name: str) -> Callable[..., Any]:
+        def run(arguments: Sequence[Any], *, seed: Any, after: Any) -> Any:
+            return self._run(arguments, seed=seed, after=after)
+
+        run.__name__ = name
+        return jax.jit(run)
+
+
+def _make_backward_pass(plan: ProgramPlan, options: Options) -> Callable[..., Any]:
+    """Returns a backward pass as scheduled; compiled once when called eagerly."""
+    run = functools.partial(
+        run_backward,
+        plan,
+        schedule_backward(plan),
+        store=options.store,
+        ties=options.ties,
+    )
+    return jax.jit(run, inline=True)

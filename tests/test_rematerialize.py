@@ -1,0 +1,293 @@
+"""Functions cut into segments that the backward pass runs again."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dafjax
+from dafjax import _remat_compress
+from dafjax._passes import Ties
+from dafjax._segments import cut
+from dafjax._tracing import as_function
+from dafjax.policies import CompressExpensive
+from tests import networks
+from tests.helpers import relative_error
+
+
+DEFAULT = "CPU_SCHEDULER_TYPE_DEFAULT"
+MEMORY_OPTIMIZED = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+EAGER_POLICY = CompressExpensive(min_nbytes=0)
+
+rematerialized = functools.partial(dafjax.remat_compress, rematerialize=True)
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def cut_loss(depth, activations=()):
+    """The residual conv network of flat arguments, and its segments."""
+    params, x = jax.eval_shape(
+        functools.partial(networks.conv_example, depth=depth), jax.random.key(0)
+    )
+    leaves, structure = jax.tree.flatten((params, x))
+    closed = jax.make_jaxpr(
+        lambda *leaves: networks.conv_loss(*jax.tree.unflatten(structure, leaves))
+    )(*leaves)
+    segments, results = cut(closed, activations)
+    return closed, segments, results
+
+
+def test_one_large_value_waits_between_segments():
+    _, segments, _ = cut_loss(depth=8)
+    assert len(segments) > 2
+    for before, after in itertools.pairwise(segments):
+        large = [v for v in before.closed.out_avals if v.size * 4 > 16 * 1024]
+        assert len(large) == 1
+        assert set(after.activations) == {
+            n for n, v in enumerate(after.inputs) if v in before.outputs
+        }
+
+
+def test_segments_one_after_another_are_the_function(key):
+    closed, segments, (result,) = cut_loss(depth=8)
+    arguments = jax.tree.leaves(networks.conv_example(key, depth=8))
+    env = dict(enumerate(arguments))
+    for segment in segments:
+        run = as_function(segment.closed)
+        outputs = run(*(env[v] for v in segment.inputs))
+        env.update(zip(segment.outputs, outputs, strict=True))
+    (want,) = as_function(closed)(*arguments)
+    np.testing.assert_array_equal(env[result], want)
+
+
+def test_more_layers_have_longer_segments_too():
+    lengths = {}
+    for depth in (8, 32):
+        _, segments, _ = cut_loss(depth)
+        lengths[depth] = max(len(s.closed.eqns) for s in segments), len(segments)
+    assert lengths[8][0] < lengths[32][0]
+    assert lengths[8][1] < lengths[32][1]
+
+
+def test_the_last_segment_ends_in_what_is_small():
+    _, segments, _ = cut_loss(depth=8)
+    assert [s.ends for s in segments] == [False] * (len(segments) - 1) + [True]
+
+
+def test_a_function_without_a_place_to_cut_is_one_segment():
+    def two_streams(x, y, w):
+        for _ in range(4):
+            x, y = jnp.sin(y @ w), jnp.cos(x @ w)
+        return jnp.sum(x * y)
+
+    x = jnp.ones((128, 128))
+    segments, _ = cut(jax.make_jaxpr(two_streams)(x, x, x), (0, 1))
+    assert len(segments) == 1
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("bits", "least", "most"), [(8, 1e-3, 0.06), (4, 0.01, 0.4), (2, 0.05, 1.5)]
+)
+def test_the_gradient_is_close(transform, bits, least, most, key):
+    p, x = networks.conv_example(key, depth=6)
+    exact = transform(jax.grad(networks.conv_loss))(p, x)
+    loss = rematerialized(networks.conv_loss, bits=bits)
+    got = transform(jax.grad(loss))(p, x)
+    assert least < relative_error(flat(got), flat(exact)) < most
+
+
+def test_results_are_exact(key):
+    p, x = networks.conv_example(key, depth=6)
+    loss = rematerialized(networks.conv_loss, bits=1)
+    value, _ = jax.jit(jax.value_and_grad(loss))(p, x)
+    np.testing.assert_allclose(value, networks.conv_loss(p, x), rtol=1e-5)
+
+
+def test_the_gradient_of_an_activation_is_close(key):
+    p, x = networks.conv_example(key, depth=1)
+    block = rematerialized(networks.conv_block, bits=8, activation_argnums=1)
+    weight = jax.random.normal(key, x.shape)
+
+    def gradient(block):
+        return jax.grad(lambda p, x: jnp.sum(block(p, x) * weight), (0, 1))(p[0], x)
+
+    got, want = gradient(block), gradient(networks.conv_block)
+    # Of a mask that is made again from 8 bits half a percent flips.
+    assert 1e-3 < relative_error(flat(got), flat(want)) < 0.15
+
+
+def test_masks_of_dropout_are_drawn_again_from_the_same_key(key):
+    w = jax.random.normal(key, (4, 128, 128)) / 11
+
+    def loss(w, key, x):
+        for n in range(4):
+            mask = jax.random.bernoulli(jax.random.fold_in(key, n), 0.5, x.shape)
+            x = x + jnp.where(mask, jnp.tanh(x @ w[n]), 0.0)
+        return jnp.mean(x**2)
+
+    x = jax.random.normal(jax.random.fold_in(key, 1), (128, 128))
+    want = jax.jit(jax.grad(loss))(w, key, x)
+    got = jax.jit(jax.grad(rematerialized(loss, bits=8)))(w, key, x)
+    other = jax.jit(jax.grad(loss))(w, jax.random.fold_in(key, 2), x)
+    assert 1e-5 < relative_error(got, want) < 0.02
+    assert relative_error(other, want) > 0.2
+
+
+def test_between_segments_values_wait_in_8_bits(key):
+    plan = dafjax.saved_residuals(rematerialized(dense_loss), *dense_example(depth=32))
+    between = [k.codec.bits for k in plan.kept if k.primitive == "argument"]
+    # The last segment is not run again: it reads its argument as any plan does.
+    assert between[:-1] == [8] * (len(between) - 1)
+    assert len(between) > 4
+
+
+def test_a_rematerialized_loss_keeps_less_than_one_in_codes():
+    kept, in_codes = (
+        dafjax.saved_residuals(wrap(dense_loss), *dense_example(depth=32)).stored_nbytes
+        for wrap in (rematerialized, dafjax.remat_compress)
+    )
+    assert kept < 0.2 * in_codes
+
+
+def test_statistics_of_a_cut_norm_wait_as_they_are(key):
+    """A cut stands as late as it can: what is reduced of its value is there by then."""
+    p, x = networks.mlp_params(key, (128,) * 9), jnp.ones((256, 128))
+
+    def loss(p, x):
+        for layer in p:
+            y = x - x.mean(-1, keepdims=True)
+            y = y * jax.lax.rsqrt((y**2).mean(-1, keepdims=True) + 1e-5)
+            x = x + jnp.tanh(y @ layer["w"])
+        return jnp.mean(x**2)
+
+    plan = dafjax.saved_residuals(rematerialized(loss), p, x)
+    raw = [k for k in plan.kept if k.primitive == "argument" and k.codec is None]
+    assert raw
+    assert all(k.raw_nbytes <= 16 * 1024 for k in raw)
+
+
+def temp_nbytes(loss, *arguments, scheduler=DEFAULT):
+    lowered = jax.jit(jax.grad(loss)).lower(*arguments)
+    options = {"xla_cpu_scheduler_type": scheduler}
+    compiled = lowered.compile(
+        compiler_options=options if scheduler != DEFAULT else None
+    )
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def dense_loss(p, x):
+    """Layers with much inside: what waits between them is an eighth of it."""
+    for layer in p:
+        x = x + jnp.tanh(jnp.tanh(x @ layer["in"]) @ layer["mid"]) @ layer["out"]
+    return jnp.mean(x**2)
+
+
+def dense_example(depth):
+    """An activation between layers has 1 MiB, inside 4 MiB."""
+    shapes = {"in": (64, 256), "mid": (256, 256), "out": (256, 64)}
+    layer = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+    return [layer] * depth, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+
+
+@pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
+def test_a_rematerialized_loss_needs_less_than_one_in_codes(scheduler):
+    example = dense_example(depth=32)
+    measure = functools.partial(temp_nbytes, scheduler=scheduler)
+    in_codes = measure(dafjax.remat_compress(dense_loss), *example)
+    assert measure(rematerialized(dense_loss), *example) < 0.75 * in_codes
+
+
+@pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
+def test_four_times_the_layers_take_twice_what_waits(scheduler):
+    measure = functools.partial(temp_nbytes, scheduler=scheduler)
+    few, many = (
+        measure(rematerialized(dense_loss), *dense_example(depth)) for depth in (8, 32)
+    )
+    in_codes = [
+        dafjax.saved_residuals(
+            dafjax.remat_compress(dense_loss), *dense_example(depth)
+        ).stored_nbytes
+        for depth in (8, 32)
+    ]
+    assert many - few < 0.4 * (in_codes[1] - in_codes[0])
+
+
+def test_without_a_cotangent_to_wait_for_everything_is_run_again_at_once(monkeypatch):
+    example = dense_example(depth=32)
+    tied = temp_nbytes(rematerialized(dense_loss), *example)
+    monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(cotangent=False))
+    assert temp_nbytes(rematerialized(dense_loss), *example) > 1.5 * tied
+
+
+def test_a_scan_runs_its_iterations_again(key):
+    p = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), *networks.conv_params(key, 6, 16)
+    )
+    x = jax.random.normal(key, (4, 16, 16, 16))
+
+    def loss(p, x):
+        x, _ = jax.lax.scan(lambda x, p: (networks.conv_block(p, x), None), x, p)
+        return jnp.mean(x**2)
+
+    plan = dafjax.saved_residuals(rematerialized(loss), p, x)
+    inside = [k for k, n in zip(plan.kept, plan.counts, strict=True) if n == 6]
+    assert [(k.primitive, k.codec.bits) for k in inside] == [("argument", 8)]
+    got = jax.jit(jax.grad(rematerialized(loss, bits=8)))(p, x)
+    want = jax.jit(jax.grad(loss))(p, x)
+    assert 1e-3 < relative_error(flat(got), flat(want)) < 0.06
+
+
+def test_examples_may_be_mapped(key):
+    p, x = networks.conv_example(key, depth=4)
+    gradient = jax.grad(rematerialized(networks.conv_loss, bits=8))
+    got = jax.jit(jax.vmap(gradient, (None, 0)))(p, jnp.stack([x, 2 * x]))
+    want = jax.vmap(jax.grad(networks.conv_loss), (None, 0))(p, jnp.stack([x, 2 * x]))
+    assert 1e-3 < relative_error(flat(got), flat(want)) < 0.06
+
+
+def test_inside_of_a_wrapped_function_the_outermost_decides(key):
+    p, x = networks.conv_example(key, depth=4)
+    inner = rematerialized(networks.conv_loss)
+    got = dafjax.saved_residuals(dafjax.remat_compress(lambda p: inner(p, x)), p)
+    want = dafjax.saved_residuals(
+        dafjax.remat_compress(lambda p: networks.conv_loss(p, x)), p
+    )
+    assert [k.like for k in got.kept] == [k.like for k in want.kept]
+
+
+def test_integers_may_wait_between_segments(key):
+    w = jax.random.normal(key, (3, 128, 128)) / 11
+
+    def loss(w, x):
+        x = jnp.tanh(x @ w[0])
+        order = jnp.argsort(x, axis=0)
+        x = jnp.tanh(x @ w[1])
+        return jnp.sum(jnp.take_along_axis(jnp.tanh(x @ w[2]), order, axis=0)[:9] ** 2)
+
+    x = jax.random.normal(jax.random.fold_in(key, 1), (128, 128))
+    got = jax.grad(rematerialized(loss, bits=8))(w, x)
+    assert 1e-5 < relative_error(got, jax.grad(loss)(w, x)) < 0.06
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"store": dafjax.stores.PagePool("1MiB")},
+        {"bits": dafjax.AverageBits(2)},
+    ],
+    ids=["pool", "target"],
+)
+def test_other_stores_are_an_error(options):
+    with pytest.raises(NotImplementedError, match=r"Arrays\(\)` and `Host\(\)`"):
+        rematerialized(networks.conv_loss, **options)
+
+
+def test_what_is_no_flag_is_an_error():
+    with pytest.raises(TypeError, match=r"rematerialize=.*must be a bool.*'yes'"):
+        dafjax.remat_compress(networks.conv_loss, rematerialize="yes")
