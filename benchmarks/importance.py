@@ -206,13 +206,8 @@ def _run(eqn: Any, env: Mapping[int, jax.Array]) -> list[Any]:
 def _resnet18(options: Options) -> tuple[Any, ...]:
     method = make_method("save_all", bits=2)
     workload = Workload(method, options.resnet_batch, options.resnet_width)
-    state, loss = workload.initial_state(), workload.loss
-    return (
-        lambda params, *rest: loss(params, *rest)[0],
-        state.params,
-        state.batch_stats,
-        *workload.random_batch(),
-    )
+    loss = workload.loss
+    return lambda params, *rest: loss(params, *rest)[0], *workload.arguments()
 
 
 def _gpt2(options: Options) -> tuple[Any, ...]:

@@ -15,7 +15,8 @@ import optax
 from models import step
 from models.data.digits import load_digits
 from models.gpt2 import GPT2, GPT2Config
-from models.resnet import ResNet, resnet18
+from models.tasks.images import classify_images
+from models.wrapping import no_wrapping
 
 
 # Arrays by what they are; the last axis is that of the channels.
@@ -34,19 +35,22 @@ def resnet_values(*, width: int, batch: int, steps: int) -> Values:
         batch: Images in a step.
         steps: Training steps before the values are taken.
     """
-    model = ResNet(resnet18(num_filters=width))
-    optimizer = optax.sgd(0.05, momentum=0.9)
     digits = load_digits(seed=0)
+    task = classify_images("resnet18", digits, width=width)
+    model = task.make_model(no_wrapping)
+    optimizer = optax.sgd(0.05, momentum=0.9)
     rng = np.random.default_rng(0)
     batches = (
         digits.train.take(rng.integers(len(digits.train), size=batch))
         for _ in range(steps)
     )
-    state = step.create_state(model, optimizer, image_shape=digits.image_shape, seed=0)
-    take_step = jax.jit(step.make_train_step(step.make_loss(model), optimizer))
-    for images, labels in batches:
-        state, _ = take_step(state, images, labels)
-    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    key = jax.random.key(0)
+    variables = jax.jit(step.make_init(task, model))(key)
+    state, frozen = step.begin(task, variables, optimizer)
+    take_step = jax.jit(step.make_train_step(step.make_loss(task, model), optimizer))
+    for examples in batches:
+        state, _ = take_step(state, frozen, key, *examples)
+    variables = step.all_variables(state, frozen)
     images, _ = digits.test.take(np.arange(batch))
     apply = functools.partial(model.apply, train=True, mutable=["batch_stats"])
     return _record(_note_resnet, apply, variables, images)

@@ -18,7 +18,8 @@ import optax
 from models import step
 from models.data.digits import load_digits
 from models.gpt2 import GPT2, GPT2Config
-from models.resnet import ResNet, resnet18
+from models.tasks.images import classify_images
+from models.wrapping import no_wrapping
 
 
 NetworkName = Literal["resnet18", "gpt2"]
@@ -137,21 +138,20 @@ def make_network(name: NetworkName, sizes: Sizes) -> Network:
 
 def _make_resnet18(sizes: Sizes) -> Network:
     digits = load_digits(seed=0)
-    model = ResNet(
-        resnet18(num_classes=digits.num_classes, num_filters=sizes.resnet_width)
-    )
+    task = classify_images("resnet18", digits, width=sizes.resnet_width)
+    model = task.make_model(no_wrapping)
     optimizer = optax.sgd(0.05, momentum=0.9)
-    whole = step.make_loss(model)
+    whole = step.make_loss(task, model)
+    draw = jax.jit(step.make_init(task, model))
 
     def loss(params: ArrayTree, state: ArrayTree, *batch: Any) -> Any:
-        value, (after, _) = whole(params, state, *batch)
+        # Nothing in it is random.
+        value, (after, _) = whole(params, state, jax.random.key(0), *batch)
         return value, after
 
     def init(seed: int) -> tuple[ArrayTree, ArrayTree]:
-        made = step.create_state(
-            model, optimizer, image_shape=digits.image_shape, seed=seed
-        )
-        return made.params, made.batch_stats
+        made, _ = step.begin(task, draw(jax.random.key(seed)), optimizer)
+        return made.trained, made.mutable
 
     def batch(rng: np.random.Generator) -> Batch:
         return digits.train.take(

@@ -11,7 +11,9 @@ import optax
 import dafjax
 from benchmarks.methods import Method
 from models import memory, step
-from models.resnet import ResNet, resnet18
+from models.data import ArraySplit, Dataset
+from models.resnet import ResNet
+from models.tasks.images import ImageClassification, classify_images
 
 
 IMAGE_SHAPE = (32, 32, 3)
@@ -24,6 +26,16 @@ SCHEDULERS: Mapping[str, Mapping[str, str]] = {
 }
 
 ArrayTree = Any
+
+# Nothing in this step is random.
+_KEY = jax.random.key(0)
+_NO_SPLIT = ArraySplit(
+    images=np.zeros((1, *IMAGE_SHAPE), np.float32),
+    labels=np.zeros(1, np.int32),
+    mean=np.zeros(3, np.float32),
+    std=np.ones(3, np.float32),
+)
+_NO_IMAGES = Dataset("noise", _NO_SPLIT, _NO_SPLIT, NUM_CLASSES, IMAGE_SHAPE)
 
 
 @final
@@ -42,10 +54,14 @@ class Workload:
     width: int = 64
 
     @property
+    def task(self) -> ImageClassification:
+        """What is learned; its images are drawn by `random_batch`."""
+        return classify_images("resnet18", _NO_IMAGES, width=self.width)
+
+    @property
     def model(self) -> ResNet:
         """The model, its blocks wrapped by the method."""
-        shape = resnet18(num_classes=NUM_CLASSES, num_filters=self.width)
-        return ResNet(shape, wrap_block=self.method.wrap_block)
+        return self.task.make_model(self.method.wrap_block)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -55,39 +71,44 @@ class Workload:
     @property
     def loss(self) -> step.LossFunction:
         """The loss, wrapped by the method."""
-        return self.method.wrap_loss(step.make_loss(self.model))
+        return self.method.wrap_loss(step.make_loss(self.task, self.model))
 
     def compile(self, *, scheduler: str = "default") -> jax.stages.Compiled:
         """Compiles the whole training step, its state donated."""
         return step.compile_train_step(
             step.make_train_step(self.loss, self.optimizer),
             self.abstract_state(),
-            step.abstract_batch(self.batch, IMAGE_SHAPE),
+            {},
+            _KEY,
+            *step.abstract_batch(self.task, self.batch),
             compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]},
         )
 
     def abstract_state(self) -> ArrayTree:
         """Returns the state in shape and dtype only."""
-        init = step.make_init(self.model, self.optimizer, IMAGE_SHAPE)
-        return jax.eval_shape(init, jax.random.key(0))
+        return jax.eval_shape(self._init, jax.random.key(0))
+
+    def _init(self, key: jax.Array) -> step.TrainState:
+        variables = step.make_init(self.task, self.model)(key)
+        return step.begin(self.task, variables, self.optimizer)[0]
 
     def abstract_arguments(self) -> tuple[ArrayTree, ...]:
         """Returns the arguments of the loss in shape and dtype only."""
         state = self.abstract_state()
-        batch = step.abstract_batch(self.batch, IMAGE_SHAPE)
-        return state.params, state.batch_stats, *batch
+        batch = step.abstract_batch(self.task, self.batch)
+        return state.trained, state.mutable, _KEY, *batch
 
     def initial_state(self) -> step.TrainState:
         """Draws the initial state, equal for all methods."""
-        state = step.create_state(
-            self.model, self.optimizer, image_shape=IMAGE_SHAPE, seed=0
-        )
+        # It runs once: to optimize it takes longer.
+        options = {"xla_backend_optimization_level": "0"}
+        state = jax.jit(self._init, compiler_options=options)(jax.random.key(0))
         # The last norm of a block starts at zero, and with it all gradients inside: a
         # wrong one could not be told from a right one.
-        params = jax.tree_util.tree_map_with_path(
-            lambda path, x: x + 1 if _is_zero_scale(path, x) else x, state.params
+        trained = jax.tree_util.tree_map_with_path(
+            lambda path, x: x + 1 if _is_zero_scale(path, x) else x, state.trained
         )
-        return state.replace(params=params)
+        return state.replace(trained=trained)
 
     def random_batch(self) -> tuple[jax.Array, jax.Array]:
         """Draws images and labels, equal for all methods."""
@@ -96,22 +117,29 @@ class Workload:
         labels = rng.integers(NUM_CLASSES, size=self.batch, dtype=np.int32)
         return jax.device_put(images), jax.device_put(labels)
 
+    def arguments(self) -> tuple[ArrayTree, ...]:
+        """Draws the arguments of the loss, equal for all methods."""
+        state = self.initial_state()
+        return state.trained, state.mutable, _KEY, *self.random_batch()
+
     def stepper(self, compiled: jax.stages.Compiled) -> Callable[[], ArrayTree]:
         """Returns a function that takes the next step each time it is called."""
         state, batch = self.initial_state(), self.random_batch()
 
         def take_step() -> ArrayTree:
             nonlocal state
-            state, metrics = compiled(state, *batch)
+            state, metrics = compiled(state, {}, _KEY, *batch)
             return state, metrics
 
         return take_step
 
     def saved_residuals(self) -> dafjax.Plan:
         """Lists what a method of dafjax keeps; runs nothing."""
-        params, *rest = jax.tree.map(
-            lambda x: np.zeros(x.shape, x.dtype), self.abstract_arguments()
+        params, mutable, key, *batch = self.abstract_arguments()
+        zeros = jax.tree.map(
+            lambda x: np.zeros(x.shape, x.dtype), (params, mutable, batch)
         )
+        params, rest = zeros[0], (zeros[1], key, *zeros[2])
         loss = self.loss
         return dafjax.saved_residuals(lambda params: loss(params, *rest), params)
 

@@ -47,6 +47,7 @@ from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compa
 from dafjax._residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from models.resnet import ResNetConfig
+from models.tasks import images
 from models.tasks.task import ACCURACY, LOSS
 
 
@@ -77,7 +78,9 @@ PROGRAMS = (
 @pytest.fixture
 def one_block(monkeypatch):
     monkeypatch.setattr(
-        training, "resnet18", functools.partial(ResNetConfig, stage_sizes=(1,))
+        images,
+        "MODELS",
+        {"resnet18": functools.partial(ResNetConfig, stage_sizes=(1,))},
     )
 
 
@@ -710,10 +713,7 @@ def test_sensitivities_of_gact_are_those_of_the_formula():
     assert found == [18.0, 1e10]
 
 
-def test_small_networks_learn(monkeypatch):
-    monkeypatch.setattr(
-        small_networks, "resnet18", functools.partial(ResNetConfig, stage_sizes=(1,))
-    )
+def test_small_networks_learn(one_block):
     sizes = small_networks.Sizes(
         resnet_width=16, gpt2_layers=1, gpt2_width=64, gpt2_length=64
     )

@@ -81,9 +81,9 @@ def test_one_file_does_what_the_two_do(tmp_path, family):
     whole = tmp_path / "whole"
     whole.mkdir()
     # With padding and truncation of its own, which must not matter.
-    first._tokenizer.enable_padding(length=50)
-    first._tokenizer.enable_truncation(3)
-    first._tokenizer.save(str(whole / "tokenizer.json"))
+    first.backend.enable_padding(length=50)
+    first.backend.enable_truncation(3)
+    first.backend.save(str(whole / "tokenizer.json"))
     second = Tokenizer(whole, family)
     texts = ["the cat the", "cat"]
     for name in ("tokens", "mask"):
