@@ -27,8 +27,6 @@ SCHEDULERS: Mapping[str, Mapping[str, str]] = {
 
 ArrayTree = Any
 
-# Nothing in this step is random.
-_KEY = jax.random.key(0)
 _NO_SPLIT = ArraySplit(
     images=np.zeros((1, *IMAGE_SHAPE), np.float32),
     labels=np.zeros(1, np.int32),
@@ -69,6 +67,11 @@ class Workload:
         return optax.sgd(0.01, momentum=0.9)
 
     @property
+    def key(self) -> jax.Array:
+        """What is random in a step: nothing, but it is an argument."""
+        return jax.random.key(0)
+
+    @property
     def loss(self) -> step.LossFunction:
         """The loss, wrapped by the method."""
         return self.method.wrap_loss(step.make_loss(self.task, self.model))
@@ -79,7 +82,7 @@ class Workload:
             step.make_train_step(self.loss, self.optimizer),
             self.abstract_state(),
             {},
-            _KEY,
+            self.key,
             *step.abstract_batch(self.task, self.batch),
             compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]},
         )
@@ -96,7 +99,7 @@ class Workload:
         """Returns the arguments of the loss in shape and dtype only."""
         state = self.abstract_state()
         batch = step.abstract_batch(self.task, self.batch)
-        return state.trained, state.mutable, _KEY, *batch
+        return state.trained, state.mutable, self.key, *batch
 
     def initial_state(self) -> step.TrainState:
         """Draws the initial state, equal for all methods."""
@@ -120,15 +123,15 @@ class Workload:
     def arguments(self) -> tuple[ArrayTree, ...]:
         """Draws the arguments of the loss, equal for all methods."""
         state = self.initial_state()
-        return state.trained, state.mutable, _KEY, *self.random_batch()
+        return state.trained, state.mutable, self.key, *self.random_batch()
 
     def stepper(self, compiled: jax.stages.Compiled) -> Callable[[], ArrayTree]:
         """Returns a function that takes the next step each time it is called."""
-        state, batch = self.initial_state(), self.random_batch()
+        state, key, batch = self.initial_state(), self.key, self.random_batch()
 
         def take_step() -> ArrayTree:
             nonlocal state
-            state, metrics = compiled(state, {}, _KEY, *batch)
+            state, metrics = compiled(state, {}, key, *batch)
             return state, metrics
 
         return take_step

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
     """
     config, directory, metric = setup.config, setup.directory, setup.task.metric
     directory.create(resume=config.resume)
+    identity = config.identity()  # reads the whole file of weights
     state, frozen = initial_state(setup)
     with Checkpoints(
         directory.path, higher_is_better=metric.higher_is_better
@@ -46,7 +47,7 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
         resident_nbytes = memory.resident_nbytes()
         with _progress(console) as progress:
             for epoch in range(num_finished + 1, config.epochs + 1):
-                if _is_stuck(setup, directory.read_metrics()):
+                if _is_stuck(setup):
                     break
                 state, records = _train_epoch(
                     setup, train_step, state, frozen, epoch, progress
@@ -56,12 +57,12 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
                 # Metrics first: resuming drops those of epochs without a checkpoint.
                 directory.append_metrics(records)
                 score = _score(setup, evaluation[metric.key])
-                checkpoints.save(epoch, state, config.identity(), score)
+                checkpoints.save(epoch, state, identity, score)
         peak_resident_nbytes = memory.peak_resident_nbytes()
         best = checkpoints.best()
         best_state = state if best is None else checkpoints.restore(best, state)
     dynamic = {
-        "identity": config.identity(),
+        "identity": identity,
         "epochs": config.epochs,
         "resident_nbytes_before_training": resident_nbytes,
         "peak_resident_nbytes": peak_resident_nbytes,
@@ -103,13 +104,13 @@ def _score(setup: Setup, value: float) -> float:
     return -worst if setup.task.metric.higher_is_better else worst
 
 
-def _is_stuck(setup: Setup, metrics: Sequence[Record]) -> bool:
+def _is_stuck(setup: Setup) -> bool:
     """Whether the last epochs, as many as `--patience` says, brought nothing better."""
     if setup.config.patience is None:
         return False
     metric = setup.task.metric
     best, waited = None, 0
-    for record in metrics:
+    for record in setup.directory.read_metrics():
         if record["kind"] == "epoch":
             value = _score(setup, record[metric.key])
             if metric.improves(value, best):
