@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import dafjax
+from dafjax import _meet_target
 from dafjax._native import _cpu
 from dafjax.allocation import LADDER, Site, allocate, allocate_to_variance
 from dafjax.stores import Arrays, PagePool
@@ -341,6 +342,11 @@ def test_the_pool_allocates_as_python_does(seed):
     ceiling = float(rng.uniform(0, 1) * sum(s.importance for s in sites))
     got = _cpu.allocate_to_variance(tuples, ceiling)
     assert tuple(got) == allocate_to_variance(sites, ceiling)
+
+
+@pytest.mark.parametrize("asked", LADDER)
+def test_the_pool_has_the_minima_of_python(asked):
+    assert _cpu.minimum_bits(asked) == _meet_target._minimum(asked)
 
 
 class TestRefusals:

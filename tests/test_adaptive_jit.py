@@ -3,6 +3,8 @@
 import functools
 import math
 import re
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -18,7 +20,7 @@ import dafjax.linen
 import dafjax.nnx
 from dafjax import _adaptive_jit, _meet_target
 from dafjax._meet_target import Demand, Measured, better_bits, first_bits
-from dafjax._native import _cpu, pool_hash
+from dafjax._native import _cpu, ledger_note, pool_hash
 from dafjax.allocation import LADDER
 from dafjax.stores import Arrays, Host, PagePool
 
@@ -506,6 +508,29 @@ class TestScans:
         assert len(set(step.bits.values())) > 1
 
 
+# So many sites that a thread is mostly at work on the ledger, and has its lock.
+FORK = """
+import os, signal, threading
+from dafjax._native import _cpu
+ledger = _cpu.Ledger("forked", list(range(100_000)))
+over = threading.Event()
+def work():
+    while not over.is_set():
+        ledger.take()
+thread = threading.Thread(target=work)
+thread.start()
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        assert len(ledger.take()["importances"]) == 100_000
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+over.set()
+thread.join()
+"""
+
+
 class TestMeasures:
     def test_nan_never_enters(self, example):
         params, x = example
@@ -520,8 +545,6 @@ class TestMeasures:
         assert sorted(step.bits.values()) == [1, 4]
 
     def test_a_ledger_refuses_what_is_no_importance(self):
-        from dafjax._native import ledger_note
-
         ledger = _cpu.Ledger("a ledger for a test", [1, 2])
         note = jax.jit(
             functools.partial(
@@ -545,6 +568,33 @@ class TestMeasures:
         del ledger
         # Nobody wants to know.
         note(jnp.zeros(4)).block_until_ready()
+
+    def test_a_sample_that_noise_has_spoiled_does_not_outweigh_all_others(self):
+        ledger = _cpu.Ledger("a ledger with an outlier", [1])
+        note = jax.jit(
+            functools.partial(
+                ledger_note,
+                ledger=pool_hash("a ledger with an outlier"),
+                sites=(1,),
+                facts=(None,),
+            )
+        )
+        ordinary, spoiled = [3.0, 5.0], [1e27, 1e30]
+        rows = [ordinary] * 4 + [spoiled] + [ordinary] * 3
+        note(jnp.array(rows)).block_until_ready()
+        taken = ledger.take()
+        # 8 times the mean counts.
+        assert taken["importances"] == {1: pytest.approx(3 * (7 + 8))}
+        assert taken["gradient_energy"] == pytest.approx(5 * (7 + 8))
+        # What is ordinary is known after a reading, too.
+        note(jnp.array([spoiled])).block_until_ready()
+        assert ledger.take()["importances"][1] < 3 * 8 * 2
+
+    def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(self):
+        done = subprocess.run(
+            [sys.executable, "-c", FORK], capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "0\n" * 20
 
     def test_they_are_those_of_a_pool(self, example):
         arguments = (*example, WEIGHTS)

@@ -1,20 +1,24 @@
 #include "ledger/ledger.h"
 
 #include <cmath>
+#include <utility>
+
+#include "pool/running_mean.h"
 
 namespace dafjax {
 
 Ledger::Ledger(const std::vector<uint64_t>& sites) {
-  for (const uint64_t site : sites) measured_.importances.emplace(site, 0.0);
+  for (const uint64_t site : sites) importances_.emplace(site, Sum());
 }
 
-void Ledger::Add(double number, double* sum) noexcept {
-  const double total = *sum + number;
-  if (!(number >= 0) || !std::isfinite(total)) {
-    ++measured_.refused;
+void Ledger::Add(double number, Sum* sum) noexcept {
+  const double total = sum->total + Bounded(number, sum->mean);
+  if (!(number >= 0) || !std::isfinite(number) || !std::isfinite(total)) {
+    ++refused_;
     return;
   }
-  *sum = total;
+  sum->total = total;
+  sum->mean = sum->mean > 0 ? RunningMean(sum->mean, number) : number;
 }
 
 void Ledger::Note(const int64_t* sites, int64_t num_sites, const float* rows,
@@ -22,22 +26,24 @@ void Ledger::Note(const int64_t* sites, int64_t num_sites, const float* rows,
   const std::lock_guard<std::mutex> lock(mutex_);
   for (int64_t row = 0; row < num_rows; ++row) {
     for (int64_t i = 0; i < num_sites; ++i) {
-      const auto found = measured_.importances.find(static_cast<uint64_t>(sites[i]));
-      if (found != measured_.importances.end()) Add(rows[i], &found->second);
+      const auto found = importances_.find(static_cast<uint64_t>(sites[i]));
+      if (found != importances_.end()) Add(rows[i], &found->second);
     }
-    Add(rows[num_sites], &measured_.gradient_energy);
-    ++measured_.notes;
+    Add(rows[num_sites], &gradient_energy_);
+    ++notes_;
     rows += num_sites + 1;
   }
 }
 
 Measured Ledger::Take() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Measured taken = measured_;
-  for (auto& [site, sum] : measured_.importances) sum = 0;
-  measured_.gradient_energy = 0;
-  measured_.notes = 0;
-  measured_.refused = 0;
+  Measured taken;
+  for (const auto& [site, sum] : importances_) taken.importances[site] = sum.total;
+  // Nothing fails from here on.
+  for (auto& [site, sum] : importances_) sum.total = 0;
+  taken.gradient_energy = std::exchange(gradient_energy_.total, 0.0);
+  taken.notes = std::exchange(notes_, 0);
+  taken.refused = std::exchange(refused_, 0);
   return taken;
 }
 

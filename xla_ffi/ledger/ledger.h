@@ -6,6 +6,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "pool/fork_safe_lock.h"
+
 namespace dafjax {
 
 // What backward passes have measured since it was read last.
@@ -20,7 +22,8 @@ struct Measured {
   int64_t refused = 0;
 };
 
-// Sums of what backward passes measure whose residuals wait in arrays of the program.
+// Sums of what backward passes measure whose residuals wait in arrays of the program. A
+// child of fork() has those of its parent, and counts on by itself.
 //
 // Invariant: sums are finite and not negative.
 class Ledger {
@@ -30,7 +33,8 @@ class Ledger {
   explicit Ledger(const std::vector<uint64_t>& sites);
 
   // Adds rows of `num_sites` importances and a squared norm each. Sites that are
-  // unknown, and numbers that are not finite or negative, are left out.
+  // unknown, and numbers that are not finite or negative, are left out. Of numbers far
+  // above those before little counts (running_mean.h).
   void Note(const int64_t* sites, int64_t num_sites, const float* rows,
             int64_t num_rows) noexcept;
 
@@ -38,11 +42,21 @@ class Ledger {
   Measured Take();
 
  private:
-  // Adds a number unless it must be refused.
-  void Add(double number, double* sum) noexcept;
+  struct Sum {
+    double total = 0;
+    // Of late; it outlives Take().
+    double mean = 0;
+  };
 
-  std::mutex mutex_;
-  Measured measured_;
+  // Adds a number unless it must be refused.
+  void Add(double number, Sum* sum) noexcept;
+
+  static inline std::mutex& mutex_ = ForkSafeLock<Ledger>();
+
+  std::unordered_map<uint64_t, Sum> importances_;
+  Sum gradient_energy_;
+  int64_t notes_ = 0;
+  int64_t refused_ = 0;
 };
 
 }  // namespace dafjax

@@ -6,14 +6,24 @@
 
 namespace dafjax::pool {
 
+constexpr int kMostBits = 8;
+
 // What allocation knows of a site, as `dafjax.allocation.Site`.
 struct SiteDemand {
   int64_t num_elements = 0;
   // Finite, at least 0: the variance of the gradient if the site alone has 1 bit.
   double importance = 0;
   int minimum = 1;
-  int maximum = 8;
+  int maximum = kMostBits;
 };
+
+// The fewest bits of a site, by those that are asked for; as the one of
+// dafjax/_meet_target.py. A request for the most is met: with fewer, what an exponential is
+// taken of ruins the gradient. Others have half: more is asked for where a residual enters
+// nonlinearly, and importances, which are of first order, say too little there.
+constexpr int MinimumBits(int asked) {
+  return asked >= kMostBits ? kMostBits : asked > 1 ? asked / 2 : 1;
+}
 
 // The bits of all codes.
 int64_t NumBits(const std::vector<SiteDemand>& demands, const std::vector<int>& bits);

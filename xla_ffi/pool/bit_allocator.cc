@@ -29,19 +29,14 @@ std::vector<Named> SitesOf(int64_t run_id, Sites* sites) {
 int KeptBits(const SiteCounts& counts) {
   // Executions that overlap reset each other's counts.
   const int64_t bits = counts.tile_bits_kept / std::max<int64_t>(counts.tiles, 1);
-  return static_cast<int>(std::clamp<int64_t>(bits, 0, 8));
+  return static_cast<int>(std::clamp<int64_t>(bits, 0, kMostBits));
 }
 
-// What a site has in any case; 0: what is allocated. A request for 8 bits is met: with
-// fewer, what an exponential is taken of ruins the gradient.
+// What a site has in any case; 0: what is allocated.
 int FixedBits(const Site& site) {
   if (site.now.bits > 0) return site.now.bits;
-  return site.counts.bits == 8 ? 8 : 0;
+  return MinimumBits(site.counts.bits) == kMostBits ? kMostBits : 0;
 }
-
-// Half of what is asked for where nothing is allocated. More is asked for where a residual
-// enters nonlinearly: importances, which are of first order, say too little there.
-int MinimumOf(const SiteCounts& counts) { return std::max(1, counts.bits / 2); }
 
 }  // namespace
 
@@ -67,7 +62,7 @@ void BitAllocator::Allocate(int64_t run_id, double held, int64_t room,
       const SiteCounts& counts = site->counts;
       const SiteDemand demand = {counts.tiles * kTileElements,
                                  sites->Importance(*site, counts.tiles),
-                                 MinimumOf(counts)};
+                                 MinimumBits(counts.bits)};
       taken.num_elements += demand.num_elements;
       taken.metadata_nbytes += counts.metadata_nbytes;
       const int fixed = allocates ? FixedBits(*site) : KeptBits(counts);

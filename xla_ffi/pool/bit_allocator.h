@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "pool/running_mean.h"
 #include "pool/sites.h"
 #include "pool/target.h"
 

@@ -48,7 +48,7 @@ Status Bookkeeping::Put(const NewEntry& wanted, uint32_t* slot) {
   entry.execution = wanted.execution;
   entry.site = &site;
   entry.num_tiles = wanted.num_tiles;
-  entry.needs_all = wanted.bits == 8;
+  entry.needs_all = MinimumBits(wanted.bits) == kMostBits;
   entry.importance = sites_.ImportanceOfEntry(site, wanted.num_tiles);
   entry.sequence = ++sequence_;
   int bits = wanted.bits > 0 ? wanted.bits : wanted.max_bits;

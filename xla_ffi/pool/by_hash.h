@@ -1,12 +1,12 @@
 #ifndef DAFJAX_POOL_BY_HASH_H_
 #define DAFJAX_POOL_BY_HASH_H_
 
-#include <pthread.h>
-
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+
+#include "pool/fork_safe_lock.h"
 
 namespace dafjax {
 
@@ -16,13 +16,7 @@ class ByHash {
  public:
   // Never destroyed: handlers may still run while the process exits.
   static ByHash& All() {
-    static ByHash* const all = [] {
-      ByHash* made = new ByHash;
-      // A child must not inherit the lock from a thread that it does not have.
-      pthread_atfork([] { All().mutex_.lock(); }, [] { All().mutex_.unlock(); },
-                     [] { All().mutex_.unlock(); });
-      return made;
-    }();
+    static ByHash* const all = new ByHash;
     return *all;
   }
 
@@ -43,7 +37,7 @@ class ByHash {
   }
 
  private:
-  std::mutex mutex_;
+  static inline std::mutex& mutex_ = ForkSafeLock<ByHash>();
   std::unordered_map<uint64_t, std::weak_ptr<T>> items_;
 };
 

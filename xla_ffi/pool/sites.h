@@ -1,12 +1,12 @@
 #ifndef DAFJAX_POOL_SITES_H_
 #define DAFJAX_POOL_SITES_H_
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <unordered_map>
 
 #include "pool/execution.h"
+#include "pool/running_mean.h"
 
 namespace dafjax::pool {
 
@@ -55,15 +55,6 @@ struct Site {
   // The observer's.
   SiteCounts counts;
 };
-
-// The mean of about eight executions, one more counted in. Of a sample far above the mean
-// little counts: an execution that noise has spoiled would outweigh hundreds of others.
-inline double RunningMean(double mean, double sample) {
-  constexpr double kWeight = 1.0 / 8;
-  constexpr double kMost = 8;
-  const double counted = mean > 0 ? std::min(sample, kMost * mean) : sample;
-  return mean + kWeight * (counted - mean);
-}
 
 // Settings of sites. What is set holds after Apply().
 //

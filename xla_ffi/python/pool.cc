@@ -145,6 +145,8 @@ void AddPool(py::module_& m) {
       [](const std::vector<std::tuple<int64_t, double, int, int>>& sites,
          double ceiling) { return pool::AllocateToVariance(DemandsOf(sites), ceiling); },
       py::arg("sites"), py::arg("ceiling"));
+  m.def("minimum_bits", &pool::MinimumBits, py::arg("asked"),
+        "Of a site that asks for so many, for the tests of _meet_target.py.");
   py::class_<Pool, std::shared_ptr<Pool>> pool(m, "Pool", "A pool of pages (pool/pool.h).");
   pool.def(py::init(&MakePool), py::arg("name"), py::kw_only(),
            py::arg("budget") = py::none(), py::arg("growth_share") = py::none(),
