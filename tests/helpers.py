@@ -1,4 +1,10 @@
-"""What several test files share: codecs, descriptions, hostile data, bits."""
+"""What several test files share: codecs, descriptions, data, bits, processes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
 
 import jax
 import ml_dtypes
@@ -29,6 +35,8 @@ DATA_KINDS = (
     "huge",
     "constant",
 )
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def like(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -109,3 +117,28 @@ def storage(x: np.ndarray) -> np.ndarray:
 
 def _as_numpy(dtype: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def run_python(
+    program: str, *arguments: str | os.PathLike[str], **environment: str
+) -> str:
+    """Runs a program in a fresh process; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def persistent_cache(folder: os.PathLike[str]) -> dict[str, str]:
+    """Returns variables by which JAX keeps all that it compiles in a folder."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }

@@ -3,8 +3,6 @@
 import functools
 import math
 import re
-import subprocess
-import sys
 
 import flax.linen as nn
 import jax
@@ -23,6 +21,7 @@ from dafjax._meet_target import Demand, Measured, better_bits, first_bits
 from dafjax._native import _cpu, ledger_note, pool_hash
 from dafjax.allocation import LADDER
 from dafjax.stores import Arrays, Host, PagePool
+from tests.helpers import persistent_cache, run_python
 
 
 WIDTH, ROWS = 64, 512
@@ -508,6 +507,34 @@ class TestScans:
         assert len(set(step.bits.values())) > 1
 
 
+def test_another_process_finds_all_programs_in_the_persistent_cache(tmp_path):
+    program = """
+        import jax, jax.numpy as jnp
+        from jax import monitoring
+        import dafjax
+        from tests.test_adaptive_jit import WEIGHTS, adaptive_gradient, two_branches
+
+        misses = []
+        monitoring.register_event_listener(
+            lambda name, **_: misses.append(name) if "cache_misses" in name else None
+        )
+        keys = jax.random.split(jax.random.key(0), 3)
+        params = [jax.random.normal(k, (64, 64)) / 8 for k in keys[:2]]
+        arguments = (params, jax.random.normal(keys[2], (512, 64)), WEIGHTS)
+        step = adaptive_gradient(two_branches, dafjax.AverageBits(2.5))
+        misses.clear()
+        for _ in range(3):
+            gradient = step(*arguments)
+        print(step.num_compiles, len(misses), float(sum(map(jnp.sum, gradient))))
+    """
+    environment = persistent_cache(tmp_path)
+    first, second = (run_python(program, **environment).split() for _ in range(2))
+    assert (first[0], second[0]) == ("2", "2")
+    assert int(first[1]) >= 2
+    assert second[1] == "0"
+    assert first[2] == second[2]
+
+
 # So many sites that a thread is mostly at work on the ledger, and has its lock.
 FORK = """
 import os, signal, threading
@@ -591,10 +618,7 @@ class TestMeasures:
         assert ledger.take()["importances"][1] < 3 * 8 * 2
 
     def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(self):
-        done = subprocess.run(
-            [sys.executable, "-c", FORK], capture_output=True, text=True, check=True
-        )
-        assert done.stdout == "0\n" * 20
+        assert run_python(FORK) == "0\n" * 20
 
     def test_they_are_those_of_a_pool(self, example):
         arguments = (*example, WEIGHTS)

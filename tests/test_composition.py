@@ -5,11 +5,6 @@ in `test_remat_compress.py` or in `test_bodies.py`.
 """
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +24,10 @@ from tests.compositions import (
     export_allowed,
     loss,
 )
-from tests.helpers import relative_error
+from tests.helpers import persistent_cache, relative_error, run_python
 
 
 EAGER_POLICY = CompressExpensive(min_nbytes=0)
-ROOT = pathlib.Path(__file__).parents[1]
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
@@ -490,11 +484,7 @@ def test_the_persistent_compilation_cache_is_hit(tmp_path):
         found = np.asarray(compiled(w)).tobytes().hex()
         print(len(events), len(traces), temp_nbytes, found)
     """
-    environment = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    environment = persistent_cache(tmp_path)
     first, second = (run_python(program, **environment).split() for _ in range(2))
     assert first[0] == "0"
     assert int(second[0]) >= 1
@@ -535,18 +525,3 @@ def test_with_the_coming_remat_and_custom_vjp_of_jax():
         else:
             assert 0 < error < composition.error[1]
             assert temp < composition.temp
-
-
-def run_python(program, *arguments, **environment):
-    """Runs a program in a fresh process; returns what it prints."""
-    program = textwrap.dedent(program)
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

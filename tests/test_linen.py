@@ -1,8 +1,6 @@
 """The lifted transform: equal to `nn.remat` but for gradients, and smaller."""
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 
 import flax.errors
@@ -15,7 +13,7 @@ import pytest
 import dafjax
 import dafjax.linen
 from dafjax.policies import CompressExpensive
-from tests.helpers import relative_error
+from tests.helpers import relative_error, run_python
 
 
 # Small arrays are compressed too, so that small tests show what large ones do.
@@ -402,9 +400,9 @@ def test_without_flax_the_error_says_what_to_install(module):
         "except ImportError as error: assert 'pip install flax' in str(error)\n"
         "else: raise AssertionError('imported')"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_python(program)
 
 
 def test_importing_dafjax_does_not_import_flax():
     program = "import dafjax, sys; assert 'flax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_python(program)

@@ -3,8 +3,6 @@
 import functools
 import itertools
 import signal
-import subprocess
-import sys
 import threading
 
 import jax
@@ -18,7 +16,7 @@ from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive
 from dafjax.stores import Arrays, PagePool
 from tests import networks
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, run_python
 
 
 WIDTH = 64
@@ -592,7 +590,7 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert pool.stats().entries > 0
 """
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+        run_python(program)
 
 
 class TestRefusals:

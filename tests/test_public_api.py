@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import dafjax
+from tests.helpers import run_python
 
 
 def public_names(module):
@@ -58,7 +59,7 @@ def test_importing_dafjax_starts_no_backend_and_loads_no_library():
         "import dafjax, sys; from jax._src import xla_bridge as b;"
         "assert not b._backends; assert 'dafjax._native._cpu' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_python(program)
 
 
 def test_the_doctor_tells_what_is_in_use():
