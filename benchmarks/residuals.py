@@ -45,7 +45,7 @@ def resnet_values(*, width: int, batch: int, steps: int) -> Values:
         for _ in range(steps)
     )
     key = jax.random.key(0)
-    variables = jax.jit(step.make_init(task, model))(key)
+    variables = jax.jit(functools.partial(task.init, model))(key)
     state, frozen = step.begin(task, variables, optimizer)
     take_step = jax.jit(step.make_train_step(step.make_loss(task, model), optimizer))
     for examples in batches:

@@ -142,7 +142,7 @@ def _make_resnet18(sizes: Sizes) -> Network:
     model = task.make_model(no_wrapping)
     optimizer = optax.sgd(0.05, momentum=0.9)
     whole = step.make_loss(task, model)
-    draw = jax.jit(step.make_init(task, model))
+    draw = jax.jit(functools.partial(task.init, model))
 
     def loss(params: ArrayTree, state: ArrayTree, *batch: Any) -> Any:
         # Nothing in it is random.

@@ -92,7 +92,7 @@ class Workload:
         return jax.eval_shape(self._init, jax.random.key(0))
 
     def _init(self, key: jax.Array) -> step.TrainState:
-        variables = step.make_init(self.task, self.model)(key)
+        variables = self.task.init(self.model, key)
         return step.begin(self.task, variables, self.optimizer)[0]
 
     def abstract_arguments(self) -> tuple[ArrayTree, ...]:

@@ -87,7 +87,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
             strides[max(dimensions, key=num_samples)] += 2
 
     *leading, last = range(len(shape))
-    widen([last], _CHANNELS)
+    widen([last], _CHANNELS if leading else _SAMPLES)
     widen(leading, max(1, _SAMPLES // num_samples(last)))
     return tuple(strides)
 

@@ -49,11 +49,12 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
             for epoch in range(num_finished + 1, config.epochs + 1):
                 if _is_stuck(setup):
                     break
-                state, records = _train_epoch(
+                state, records, means = _train_epoch(
                     setup, train_step, state, frozen, epoch, progress
                 )
                 evaluation = _evaluate(setup, eval_step, state, frozen)
-                records.append(_summary(setup, records, evaluation))
+                last = {name: records[-1][name] for name in _PLACE}
+                records.append({**last, "kind": "epoch", **means, **evaluation})
                 # Metrics first: resuming drops those of epochs without a checkpoint.
                 directory.append_metrics(records)
                 score = _score(setup, evaluation[metric.key])
@@ -76,6 +77,10 @@ def train(setup: Setup, console: rich.console.Console) -> Record:
     result |= _keep(setup, all_variables(best_state, frozen), console)
     directory.write_result(result)
     return result
+
+
+# Where in a training a record is.
+_PLACE = ("method", "seed", "epoch", "step")
 
 
 def _keep(
@@ -171,7 +176,8 @@ def _train_epoch(
     frozen: Variables,
     epoch: int,
     progress: rich.progress.Progress,
-) -> tuple[TrainState, list[Record]]:
+) -> tuple[TrainState, list[Record], Record]:
+    """Returns the state after an epoch, a record of each step, means of what it has."""
     config = setup.config
     task = progress.add_task(
         f"{setup.method.label}: epoch {epoch}/{config.epochs}",
@@ -179,6 +185,7 @@ def _train_epoch(
         loss="",
     )
     records: list[Record] = []
+    measured: list[Record] = []
     batches = training_batches(
         setup.task.train, batch_size=config.batch, seed=config.seed, epoch=epoch
     )
@@ -186,7 +193,8 @@ def _train_epoch(
     for index, batch in enumerate(batches):
         start = time.perf_counter()
         state, metrics = train_step(state, frozen, key, *batch)
-        loss = float(metrics.pop("loss"))  # waits for the step
+        values = {name: float(value) for name, value in metrics.items()}  # waits
+        loss = values["loss"]
         seconds = time.perf_counter() - start
         number = (epoch - 1) * setup.steps_per_epoch + index + 1
         if not abs(loss) < float("inf"):
@@ -202,14 +210,15 @@ def _train_epoch(
                 "seed": config.seed,
                 "epoch": epoch,
                 "step": number,
-                "loss": loss,
                 "seconds": seconds,
-                **{name: float(value) for name, value in metrics.items()},
+                **values,
                 **watched,
             }
         )
+        measured.append(values)
         progress.update(task, advance=1, loss=f"loss {loss:.3f}{_live(watched)}")
-    return state, records
+    means = {n: statistics.fmean(m[n] for m in measured) for n in measured[0]}
+    return state, records, means
 
 
 def _live(watched: Mapping[str, Any]) -> str:
@@ -218,23 +227,6 @@ def _live(watched: Mapping[str, Any]) -> str:
         return ""
     bits = statistics.fmean(watched["bits"].values() or [0])
     return f", {bits:.1f} bits, {watched['pool_nbytes'] / 1e6:.1f} MB"
-
-
-def _summary(setup: Setup, steps: list[Record], evaluation: Record) -> Record:
-    means = {
-        name: statistics.fmean(record[name] for record in steps)
-        for name in ("loss", "accuracy")
-        if name in steps[0]
-    }
-    return {
-        "kind": "epoch",
-        "method": setup.config.method,
-        "seed": setup.config.seed,
-        "epoch": steps[-1]["epoch"],
-        "step": steps[-1]["step"],
-        **means,
-        **evaluation,
-    }
 
 
 def _outcome(setup: Setup, records: list[Record], best: int | None) -> Record:

@@ -19,7 +19,8 @@ def with_weights(config: TrainConfig, console: rich.console.Console) -> TrainCon
         console: Where it says so.
 
     Raises:
-        ValueError: If that training fails; its process has printed the reason.
+        ValueError: If that training fails, or one with other options is there already;
+            its process has printed the reason.
     """
     first = config.pretraining
     if first is None:
@@ -34,6 +35,6 @@ def with_weights(config: TrainConfig, console: rich.console.Console) -> TrainCon
             f"{first.epochs} epochs.",
             markup=False,
         )
-        # If it was interrupted it goes on.
-        train_in_fresh_process(dataclasses.replace(first, resume=True))
+    # If it was interrupted it goes on; if it is finished that is all.
+    train_in_fresh_process(dataclasses.replace(first, resume=True))
     return dataclasses.replace(config, weights=weights)

@@ -1,6 +1,7 @@
 """What is fixed during a training run: task, model, compiled steps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,17 @@ class Setup:
     def key(self) -> jax.Array:
         """What dropout and masks of all steps come from; weights have another."""
         return jax.random.fold_in(jax.random.key(self.config.seed), 1)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[step.TrainState, Variables, Batch]:
+        """A state, frozen variables and a batch, in shape and dtype only."""
+
+        def begin(key: jax.Array) -> tuple[step.TrainState, Variables]:
+            variables = self.task.init(self.model, key)
+            return step.begin(self.task, variables, self.optimizer)
+
+        state, frozen = jax.eval_shape(begin, jax.random.key(self.config.seed))
+        return state, frozen, step.abstract_batch(self.task, self.config.batch)
 
 
 def set_up(config: TrainConfig) -> Setup:
@@ -95,8 +107,10 @@ def initial_state(setup: Setup) -> tuple[step.TrainState, Variables]:
     # Random numbers of many shapes take six times longer to compile with
     # optimizations, and this program runs once.
     options = {"xla_backend_optimization_level": "0"}
-    init = jax.jit(step.make_init(setup.task, setup.model), compiler_options=options)
-    variables = init(jax.random.key(setup.config.seed))
+    draw = functools.partial(setup.task.init, setup.model)
+    variables = jax.jit(draw, compiler_options=options)(
+        jax.random.key(setup.config.seed)
+    )
     if setup.config.weights is not None:
         variables = weights.load(
             setup.config.weights, setup.task.config, variables, fresh_head=True
@@ -109,7 +123,7 @@ def compile_training(setup: Setup) -> tuple[Callable[..., Any], Record]:
 
     Of a method that adapts it is the memory of the first program.
     """
-    state, frozen, batch = _shapes(setup)
+    state, frozen, batch = setup.shapes
     loss = setup.method.wrap_loss(step.make_loss(setup.task, setup.model))
     train_step = setup.method.jit(
         step.make_train_step(loss, setup.optimizer), donate_argnums=0
@@ -136,7 +150,7 @@ def compile_training(setup: Setup) -> tuple[Callable[..., Any], Record]:
 
 def residual_nbytes(setup: Setup) -> int:
     """Returns the bytes that one step keeps for its backward pass; runs nothing."""
-    state, frozen, batch = _shapes(setup)
+    state, frozen, batch = setup.shapes
     loss = setup.method.wrap_loss(step.make_loss(setup.task, setup.model))
     others = {**frozen, **state.mutable}
     return memory.saved_residual_nbytes(
@@ -146,21 +160,10 @@ def residual_nbytes(setup: Setup) -> int:
 
 def compile_evaluation(setup: Setup) -> jax.stages.Compiled:
     """Compiles the evaluation step."""
-    state, frozen, batch = _shapes(setup)
+    state, frozen, batch = setup.shapes
     evaluate = jax.jit(step.make_eval_step(setup.task, setup.model))
     others = {**frozen, **state.mutable}
     return evaluate.lower(state.trained, others, *batch).compile()
-
-
-def _shapes(setup: Setup) -> tuple[step.TrainState, Variables, Batch]:
-    """Returns a state, frozen variables and a batch, in shape and dtype only."""
-
-    def init(key: jax.Array) -> tuple[step.TrainState, Variables]:
-        variables = step.make_init(setup.task, setup.model)(key)
-        return step.begin(setup.task, variables, setup.optimizer)
-
-    state, frozen = jax.eval_shape(init, jax.random.key(setup.config.seed))
-    return state, frozen, step.abstract_batch(setup.task, setup.config.batch)
 
 
 def _num_elements(variables: Variables) -> int:

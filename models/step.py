@@ -37,15 +37,6 @@ class TrainState:
     step: jax.Array
 
 
-def make_init(task: Task, model: nn.Module) -> Callable[[jax.Array], Variables]:
-    """Returns `init(key) -> variables`; equal for equal models, wrapped or not."""
-
-    def init(key: jax.Array) -> Variables:
-        return task.init(model, key)
-
-    return init
-
-
 def begin(
     task: Task, variables: Variables, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, Variables]:

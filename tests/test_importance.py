@@ -46,11 +46,13 @@ def test_of_a_product_with_independent_factors_the_variance_is_exact():
     assert 0.3 * measured < estimated < 1.2 * measured
 
 
-def test_moments_of_a_sample_are_those_of_the_whole():
-    x = 3 + 2 * np.random.default_rng(0).standard_normal((256, 1024), np.float32)
+@pytest.mark.parametrize("shape", [(256, 1024), (1 << 18,), (64, 1, 4096)])
+@pytest.mark.parametrize("seed", range(3))
+def test_moments_of_a_sample_are_those_of_the_whole(seed, shape):
+    x = 3 + 2 * np.random.default_rng(seed).standard_normal(shape, np.float32)
     mean_square, variance = sample_moments(jnp.asarray(x))
-    np.testing.assert_allclose(mean_square, np.mean(x**2), rtol=0.05)
-    np.testing.assert_allclose(variance, np.var(x), rtol=0.05)
+    np.testing.assert_allclose(mean_square, np.mean(x**2), rtol=0.1)
+    np.testing.assert_allclose(variance, np.var(x), rtol=0.1)
 
 
 def test_samples_are_of_all_channels():

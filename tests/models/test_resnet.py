@@ -1,5 +1,7 @@
 """The residual network: its size, its shapes, and that it learns."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -96,7 +98,7 @@ def make_task(rng, config, *, count, loc=0.0):
 
 def begin(task, optimizer):
     model = task.make_model(resnet.no_wrapping)
-    variables = jax.jit(step.make_init(task, model))(jax.random.key(0))
+    variables = jax.jit(functools.partial(task.init, model))(jax.random.key(0))
     return model, *step.begin(task, variables, optimizer)
 
 
@@ -132,7 +134,7 @@ def test_wrapping_blocks_leaves_the_initial_weights_as_they_are(rng):
     config = resnet.ResNetConfig(stage_sizes=(1, 1), num_filters=8)
     task = make_task(rng, config, count=1)
     plain, wrapped = (
-        jax.jit(step.make_init(task, task.make_model(wrap)))(jax.random.key(3))
+        jax.jit(functools.partial(task.init, task.make_model(wrap)))(jax.random.key(3))
         for wrap in (resnet.no_wrapping, nn.remat)
     )
     jax.tree.map(np.testing.assert_array_equal, plain, wrapped)

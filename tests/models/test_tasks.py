@@ -283,9 +283,11 @@ def test_adapters_are_trained_on_weights_that_were_trained_first(
     other = {"roberta-base": "masked-docstrings", "gpt2-medium": "sources"}[model]
     assert first["identity"]["data"] == other
     assert first["identity"]["lora"] == 0
-    # Weights are there now, and nothing is trained again.
-    monkeypatch.setattr(pretraining, "train_in_fresh_process", None)
+    # Weights are there now: the next run goes on from them.
+    asked: list[TrainConfig] = []
+    monkeypatch.setattr(pretraining, "train_in_fresh_process", asked.append)
     assert lora(tmp_path, model, epochs=1, method="compress").weights == config.weights
+    assert [(run.resume, run.data) for run in asked] == [(True, other)]
     result = train(config)
     assert result["num_trained"] < 0.5 * result["num_params"]
     assert result["residual_nbytes"] > 0
