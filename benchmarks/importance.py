@@ -19,11 +19,11 @@ import rich.table
 import scipy.stats
 import tyro
 
-from benchmarks import transformer_memory
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.methods import make_method
 from benchmarks.tables import make_console, make_table
 from benchmarks.training import Workload
+from benchmarks.transformers import Shape
 from dafjax import Bits
 from dafjax._equation import Constant, evaluate
 from dafjax._importance import Moments, importances, sample_moments, values_to_sample
@@ -211,13 +211,13 @@ def _resnet18(options: Options) -> tuple[Any, ...]:
 
 
 def _gpt2(options: Options) -> tuple[Any, ...]:
-    workload = transformer_memory.Options(
+    workload = Shape(
         layers=options.gpt2_layers,
         width=options.gpt2_width,
         heads=4,
         vocabulary=500,
         length=options.gpt2_length,
-    ).workload("save_all", False)
+    ).workload("save_all", batch=4, scan=False)
     return workload.loss, *workload.draw()
 
 

@@ -5,7 +5,7 @@ temporary arrays. Each method has the scheduler of XLA:CPU that takes it farther
 
 Examples:
     python -m benchmarks.largest_batch
-    python -m benchmarks.largest_batch --limit 4GiB --scan True
+    python -m benchmarks.largest_batch --limit 4GiB --scan
     python -m benchmarks.largest_batch --model gpt2 --length 512
 """
 
@@ -18,10 +18,10 @@ import jax
 import tyro
 
 from benchmarks.environment import RESULTS, describe_environment, write_result
-from benchmarks.methods import METHODS
+from benchmarks.methods import METHODS, make_method
 from benchmarks.tables import make_console, make_table
 from benchmarks.training import SCHEDULERS
-from benchmarks.transformer_memory import Options as Shape, Workload
+from benchmarks.transformers import Shape
 from dafjax._fit_batch import largest_that_fits
 from dafjax._nbytes import parse_nbytes
 
@@ -32,27 +32,17 @@ Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(Shape):
     """Options of the command line."""
 
     model: Literal["gpt2", "roberta"] = "roberta"
-    """The architecture."""
-    layers: int = 12
-    """Blocks."""
-    width: int = 768
-    """Channels of the residual stream."""
-    heads: int = 12
-    """Attention heads."""
     vocabulary: int = 50265
-    """Tokens."""
     length: int = 128
-    """Tokens of a sequence."""
+    # All logits of a large vocabulary would be most of a GPT-2's memory.
+    chunk: int = 128
     lora_rank: int = 8
-    """Rank of the adapters, everything else frozen; 0: all weights are trained."""
     scan: bool = False
     """Whether blocks are a Python loop, or one scan."""
-    bits: int = 2
-    """Bits of the compressing methods."""
     limit: str = "2GiB"
     """What the program may hold."""
     methods: tuple[str, ...] = tuple(METHODS)
@@ -61,23 +51,6 @@ class Options:
     """Schedulers of XLA:CPU; the one counts that takes a method farther."""
     out: pathlib.Path = RESULTS / "largest_batch.json"
     """The file to write."""
-
-    def workload(self, method: str, batch: int) -> Workload:
-        """Returns the gradient of a batch."""
-        shape = Shape(
-            model=self.model,
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            vocabulary=self.vocabulary,
-            batch=batch,
-            length=self.length,
-            lora_rank=self.lora_rank,
-            # All logits of a large vocabulary would be most of a GPT-2's memory.
-            chunk=128 if self.model == "gpt2" else 0,
-            bits=self.bits,
-        )
-        return shape.workload(method, self.scan)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -126,8 +99,8 @@ def _largest(options: Options, method: str, scheduler: str) -> Record:
     nbytes: dict[int, int] = {}
 
     def nbytes_of(batch: int) -> int:
-        compiled = options.workload(method, batch).compile(scheduler=scheduler)
-        nbytes[batch] = _held_nbytes(compiled)
+        workload = options.workload(method, batch=batch, scan=options.scan)
+        nbytes[batch] = _held_nbytes(workload.compile(scheduler=scheduler))
         return nbytes[batch]
 
     limit = parse_nbytes("limit", options.limit)
@@ -139,7 +112,7 @@ def _largest(options: Options, method: str, scheduler: str) -> Record:
         )
     return {
         "method": method,
-        "label": options.workload(method, batch).method.label,
+        "label": make_method(method, bits=options.bits).label,
         "scheduler": scheduler,
         "batch": batch,
         "nbytes": nbytes[batch],

@@ -18,9 +18,9 @@ import rich.table
 import tyro
 
 import dafjax
-from benchmarks import transformer_memory
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console, make_table
+from benchmarks.transformers import Shape, Workload
 from models import memory
 
 
@@ -54,18 +54,17 @@ class Options:
 
     def workload(
         self, name: str, num_layers: int, *, bits: int, scan: bool
-    ) -> transformer_memory.Workload:
+    ) -> Workload:
         """Returns the gradient of a method for so many layers."""
-        return transformer_memory.Options(
+        return Shape(
             layers=num_layers,
             width=self.width,
             heads=self.heads,
             vocabulary=self.vocabulary,
-            batch=self.batch,
             length=self.length,
             lora_rank=self.lora_rank,
             bits=bits,
-        ).workload(name, scan)
+        ).workload(name, batch=self.batch, scan=scan)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -110,7 +109,7 @@ def _growth(options: Options, bits: int, scan: bool) -> Record:
     }
 
 
-def _planned_nbytes(workload: transformer_memory.Workload) -> int:
+def _planned_nbytes(workload: Workload) -> int:
     """Returns the bytes that the plan keeps; runs nothing."""
     variables = jax.eval_shape(workload.init, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((workload.batch, workload.length), "int32")

@@ -24,12 +24,13 @@ import rich.table
 import tyro
 
 import dafjax
-from benchmarks import training, transformer_memory
+from benchmarks import training
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.harness import Check, Contender, Spread, Timing, compare
 from benchmarks.methods import Method
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.tables import make_console, make_table
+from benchmarks.transformers import Shape
 from dafjax._recorder import record_plans
 from dafjax._sites import site_names
 from dafjax.codecs import Affine
@@ -248,21 +249,16 @@ def _resnet_step(
 def _gpt2_step(
     store: AbstractStore, *, options: Options
 ) -> tuple[jax.stages.Compiled, Callable[[], ArrayTree]]:
-    size = transformer_memory.Options(
-        layers=options.layers,
-        width=12 * options.width,
-        batch=options.sequences,
-        length=options.length,
+    shape = Shape(
+        layers=options.layers, width=12 * options.width, length=options.length
     )
     workload = dataclasses.replace(
-        size.workload("compress", scan=False), method=_method(store, options)
+        shape.workload("compress", batch=options.sequences, scan=False),
+        method=_method(store, options),
     )
     compiled = workload.compile()
-    variables = jax.jit(workload.init)(jax.random.key(0))
-    tokens = jax.random.randint(
-        jax.random.key(1), (size.batch, size.length), 0, size.vocabulary
-    )
-    return compiled, lambda: compiled(*variables, tokens)
+    arguments = workload.draw()
+    return compiled, lambda: compiled(*arguments)
 
 
 def _memory_table(records: Sequence[Record]) -> rich.table.Table:
