@@ -5,7 +5,9 @@ a training step's residuals are put one after another and got back from the last
 first. The arrays are gone through in order, which no allocator of single residuals
 does. Both have been through all their memory before they are timed. "All" is as many
 residuals of each size. One thread does it, and its processor time counts, so that
-others who use the machine count less.
+others who use the machine count less. What is copied is aligned as XLA's buffers are:
+on AMD Zen `memcpy` takes twice as long where source and target are 16 bytes apart in
+their pages, as what malloc gives and pages are.
 
 A page operation gives a page to an entry or takes it back. Bookkeeping is Put, Commit,
 Get and Unpin of entries that nobody writes, divided by their pages.
@@ -38,6 +40,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 TILE_BITS = 512
 BITS = 2
+ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +102,11 @@ def measure_copies(
     count = max(1, total_nbytes // sum(blobs_nbytes))
     runs = itertools.count(1)
     # To each residual's codes belong a sixteenth as many bytes of metadata.
-    rows = [
-        np.arange(n * 17 // 16, dtype=np.uint32).astype(np.uint8) for n in blobs_nbytes
-    ]
+    rows = [_aligned(n * 17 // 16) for n in blobs_nbytes]
     memories = [np.ones((count, row.size), np.uint8) for row in rows]
-    outs = [np.zeros_like(row) for row in rows]
+    outs = [_aligned(row.size) for row in rows]
+    for row in rows:
+        row[:] = np.arange(row.size, dtype=np.uint32)
 
     def contiguous() -> list[np.ndarray]:
         for memory, row, out in zip(memories, rows, outs, strict=True):
@@ -140,6 +143,12 @@ def measure_copies(
         "pool_per_contiguous_speed": 1 / timings["page pool"].ratio.median,
         "ratio_mad": timings["page pool"].ratio.mad,
     }
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes]
 
 
 def measure_bookkeeping(pages: int, entries: int) -> Record:
