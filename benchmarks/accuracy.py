@@ -11,7 +11,7 @@ Examples:
     python -m benchmarks.accuracy
     python -m benchmarks.accuracy --width 4 --epochs 1 --seeds 1
     python -m benchmarks.accuracy --contenders none fixed adaptive --seeds 5 --width 8
-        --epochs 6 --out benchmarks/results/accuracy_adaptive.json
+        --epochs 3 --out benchmarks/results/accuracy_adaptive.json
     python -m benchmarks.accuracy --model roberta-base --lora 8 --width None
         --epochs None --contenders none compress fixed adaptive
         --out benchmarks/results/quality_roberta.json

@@ -53,7 +53,7 @@ class Options:
 
     networks: tuple[NetworkName, ...] = ("resnet18", "gpt2")
     """What is trained."""
-    sizes: Sizes = Sizes(resnet_batch=16, gpt2_layers=2)  # noqa: RUF009  (frozen)
+    sizes: Sizes = Sizes(gpt2_layers=2)  # noqa: RUF009  (frozen)
     """How large they are."""
     settings: int = 20
     """Budgets, from 1 to 8 bits on average, evenly spaced in their logarithm."""
@@ -61,7 +61,7 @@ class Options:
     """Steps of a training."""
     points: int = 4
     """Steps of the exact training whose gradients are compared."""
-    seeds: int = 3
+    seeds: int = 5
     """Weights and batches."""
     train: bool = True
     """Whether the network is also trained with each budget."""
@@ -292,24 +292,35 @@ def monotone(budgets: Sequence[int], samples: Sequence[Sequence[float]]) -> Reco
 
     The rule: at no setting is its mean above that of the setting before, by a paired
     t-test of the same points at 5 % for all settings together (Bonferroni: with 20
-    settings, 0.26 % each). The rank correlation of budget and mean is at most -0.95.
+    settings, 0.26 % each), and at the last it is below that of the first, at 5 %. The
+    rank correlation of budget and mean tells little where the figure is all noise, as
+    differences of losses are from some number of bits on.
 
     Args:
         budgets: In rising order.
         samples: For each budget as many figures.
     """
     table = np.array(samples)
-    means = table.mean(axis=1)
-    rises = []
-    num_samples = table.shape[1]
-    most = scipy.stats.t.isf(0.05 / (len(table) - 1), num_samples - 1)
-    for i, (before, after) in enumerate(itertools.pairwise(table)):
-        difference = after - before
-        error = np.std(difference, ddof=1) / num_samples**0.5
-        if np.mean(difference) > most * error:
-            rises.append(i + 1)
-    correlation = scipy.stats.spearmanr(budgets, means)
-    return {"rises": rises, "spearman": float(correlation.statistic)}
+    share = 0.05 / (len(table) - 1)
+    rises = [
+        i + 1
+        for i, (before, after) in enumerate(itertools.pairwise(table))
+        if _is_above(after, before, share)
+    ]
+    correlation = scipy.stats.spearmanr(budgets, table.mean(axis=1))
+    return {
+        "rises": rises,
+        "falls": _is_above(table[0], table[-1], 0.05),
+        "spearman": float(correlation.statistic),
+    }
+
+
+def _is_above(a: np.ndarray, b: np.ndarray, level: float) -> bool:
+    """Whether the mean of `a` is above that of `b`, by a paired t-test."""
+    difference = a - b
+    error = np.std(difference, ddof=1) / len(difference) ** 0.5
+    most = scipy.stats.t.isf(level, len(difference) - 1)
+    return bool(np.mean(difference) > most * error)
 
 
 def verdicts(record: Record) -> list[str]:
@@ -326,9 +337,11 @@ def verdicts(record: Record) -> list[str]:
             what = "gradient error" if figure == "error" else "loss gap"
             checks.append(
                 (
-                    not fact["rises"] and fact["spearman"] <= -0.95,
-                    f"{way}: {what} rises at {len(fact['rises'])} settings (0), rank "
-                    f"correlation with the budget {fact['spearman']:.3f} (<= -0.95)",
+                    not fact["rises"] and fact["falls"],
+                    f"{way}: {what} rises at {len(fact['rises'])} settings (0), and "
+                    f"{'falls' if fact['falls'] else 'does not fall'} from the first "
+                    "to the last (falls); rank correlation with the budget "
+                    f"{fact['spearman']:.3f}",
                 )
             )
     return [f"{'passed' if passed else 'FAILED'}: {text}" for passed, text in checks]

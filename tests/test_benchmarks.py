@@ -610,6 +610,8 @@ def test_what_falls_within_noise_is_told_from_what_rises():
     falls = [[9.0, 9.2, 8.9], [5.0, 5.1, 4.9], [5.1, 4.9, 5.0], [1.0, 1.1, 0.9]]
     assert pool_budget.monotone([1, 2, 3, 4], falls)["rises"] == []
     assert pool_budget.monotone([1, 2], falls[:2])["spearman"] == pytest.approx(-1)
+    assert pool_budget.monotone([1, 2, 3, 4], falls)["falls"]
+    assert not pool_budget.monotone([1, 2], [falls[0], falls[0]])["falls"]
     rises = pool_budget.monotone([1, 2, 3], [falls[1], falls[3], falls[0]])
     assert rises["rises"] == [2]
     assert rises["spearman"] > 0
