@@ -21,7 +21,7 @@ Statistics (values many times smaller than what they are made of) average the no
 many elements, and are left out.
 
 Against the variance measured with one residual at a time in codes (GACT, Liu et al.
-2022), the ranks correlate with 0.87 for a ResNet-18 and 0.85 for a GPT-2
+2022), the ranks correlate with 0.86 for a ResNet-18 and 0.85 for a GPT-2
 (`benchmarks/importance.py`).
 """
 
