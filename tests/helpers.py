@@ -128,6 +128,7 @@ def run_python(
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
         cwd=ROOT,
         env={**os.environ, **environment},
     )
