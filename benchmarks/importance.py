@@ -32,6 +32,7 @@ from dafjax._planner import make_plan
 from dafjax._residuals import differentiate
 from dafjax._tracing import trace
 from dafjax.codecs import Affine
+from dafjax.codecs._rounding_noise import sample_rounding_noise
 from dafjax.policies import CompressExpensive
 
 
@@ -179,14 +180,19 @@ class Gradient:
 
     def estimated_variances(self) -> dict[int, float]:
         """Returns the same for all sites, from one backward pass."""
-        wanted = values_to_sample(self.plan)
+        noise = {
+            site.value: sample_rounding_noise(site.codec, self.kept[site.value])
+            for site in self.sites
+            if isinstance(site.codec, Affine)
+        }
+        wanted = values_to_sample(self.plan, noise)
 
         @jax.jit
         def run(kept: Mapping[int, jax.Array]) -> dict[int, Moments]:
             env = self.values(kept)
             return {value: sample_moments(env[value]) for value in wanted}
 
-        found = importances(self.plan, run(self.kept).__getitem__)
+        found = importances(self.plan, run(self.kept).__getitem__, noise)
         return {
             site.value: float(found[site.value]) * self._squared_range(site)
             for site in self.sites

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,21 @@ from dafjax._schedule import Step, Unpacking, is_large, last_uses
 from dafjax._sites import site_names
 from dafjax._typing import ArrayTree
 from dafjax.codecs import AbstractCodec
+from dafjax.codecs._rounding_noise import sample_rounding_noise
 from dafjax.stores import AbstractStore
+
+
+class Measured(NamedTuple):
+    """What is stored of a residual whose importance the backward pass measures.
+
+    Attributes:
+        handle: What the store returned.
+        rounding_noise: float32 scalar, what `codecs.sample_rounding_noise` returned:
+            codes of few bits do not tell how evenly their blocks were filled.
+    """
+
+    handle: ArrayTree
+    rounding_noise: jax.Array
 
 
 @final
@@ -75,8 +89,8 @@ def run_forward(
         after: The token of `restore_arguments`, if it is not the first forward pass.
 
     Returns:
-        The results, exact, and for each of `plan.kept` its handle or, if it has no
-        codec, its value.
+        The results, exact, and for each of `plan.kept` its value if it has no codec,
+        else its handle, or `Measured`.
     """
     program = plan.program
     kept = {item.value: (site, item) for site, item in enumerate(plan.kept)}
@@ -112,12 +126,16 @@ def run_forward(
         with jax.named_scope("pack"):
             # The same tensor at another site gets other noise.
             packed = codecs[value].encode(env[value], seed=seed + jnp.uint32(site))
-        leaves, structure = jax.tree.flatten(packed)
+        code = store.measured_code(codecs[value])
+        noise = None if code is None else sample_rounding_noise(code, env[value])
+        leaves, structure = jax.tree.flatten((packed, noise))
         if ties.forward and last_use.get(value, -1) > now:
             env[value], token, *leaves = tie(env[value], token, *leaves)
         else:
             pending.extend(leaves)
-        stored[value] = store.put(jax.tree.unflatten(structure, leaves))
+        packed, noise = jax.tree.unflatten(structure, leaves)
+        handle = store.put(packed)
+        stored[value] = handle if noise is None else Measured(handle, noise)
 
     for value in range(program.num_arguments):
         keep(value, -1)
@@ -180,6 +198,9 @@ def run_backward(
     program = plan.program
     kept = {item.value: item for item in plan.kept}
     waiting = dict(zip(kept, stored, strict=True))
+    measured = {v: item for v, item in waiting.items() if isinstance(item, Measured)}
+    waiting.update((v, item.handle) for v, item in measured.items())
+    noise = {v: item.rounding_noise for v, item in measured.items()}
     codecs = _codecs(plan, store, schedule)
     env: dict[int, Any] = dict(zip(program.cotangents, cotangents, strict=True))
     env.update(arguments)
@@ -187,8 +208,7 @@ def run_backward(
     # Carries the dependency on the backward pass to unpacking; never read.
     token: jax.Array = jnp.zeros((), jnp.uint8)
 
-    measured = [value for value, codec in codecs.items() if store.measures(codec)]
-    probe = Probe(plan) if measured else None
+    probe = Probe(plan, noise) if measured else None
 
     def learn(values: Mapping[int, Any]) -> None:
         env.update(values)
@@ -217,7 +237,7 @@ def run_backward(
                     packed = store.get(waiting[item.value])
                     unpacked = codec.decode(packed, kept[item.value].like, after=after)
                 learn({item.value: unpacked})
-                if probe is not None and store.measures(codec):
+                if probe is not None and item.value in measured:
                     probe.see_range(item.value, store.squared_range(codec, packed))
                 continue
             outputs = evaluate(item, _read(item.inputs, at_hand))
@@ -233,7 +253,7 @@ def run_backward(
     gradients = _read(program.gradients, env)
     if probe is None:
         return gradients
-    found = probe.sensitivities(measured, gradients)
+    found = probe.sensitivities(gradients)
     done = store.note(
         found,
         [codecs[value] for value in measured],
@@ -278,7 +298,10 @@ def restore_arguments(
             continue
         with jax.named_scope("unpack"):
             codec = codecs[item.value]
-            env[item.value] = codec.decode(store.get(handle), item.like, after=(token,))
+            packed = store.get(
+                handle.handle if isinstance(handle, Measured) else handle
+            )
+            env[item.value] = codec.decode(packed, item.like, after=(token,))
     if ties.arguments:
         # Else what follows from them alone would be there since the forward pass.
         late = _small_or_rearranged(program)

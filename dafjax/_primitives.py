@@ -153,6 +153,11 @@ def adds_operands(primitive: str) -> bool:
     return primitive in _ADDING
 
 
+def multiplies_elements(primitive: str) -> bool:
+    """Returns whether the result is the product of the operands, element by element."""
+    return primitive == "mul"
+
+
 def keeps_elements(primitive: str) -> bool:
     """Returns whether elements are moved, repeated or negated, and no more."""
     return primitive in _ELEMENT_KEEPING

@@ -46,13 +46,33 @@ def test_of_a_product_with_independent_factors_the_variance_is_exact():
     assert 0.3 * measured < estimated < 1.2 * measured
 
 
+def test_the_gradient_of_a_scale_counts():
+    """It is a sum over rows, as that of a norm's scale; nothing else reads the code."""
+
+    def loss(w, x, target):
+        return jnp.sum((x @ w["in"]) * w["scale"] * target)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    w = {
+        "in": jax.random.normal(keys[0], (128, 256)) / 11,
+        "scale": 1e-2 * jax.random.normal(keys[1], (256,)),
+    }
+    x = jax.random.normal(keys[2], (512, 128))
+    target = jax.random.normal(keys[3], (512, 256))
+    gradient = Gradient.of(loss, w, x, target)
+    (site,) = gradient.sites
+    estimated = gradient.estimated_variances()[site.value]
+    measured = gradient.measured_variance(site, seeds=4)
+    assert 0.6 * measured < estimated < 1.2 * measured
+
+
 @pytest.mark.parametrize("shape", [(256, 1024), (1 << 18,), (64, 1, 4096)])
 @pytest.mark.parametrize("seed", range(3))
 def test_moments_of_a_sample_are_those_of_the_whole(seed, shape):
     x = 3 + 2 * np.random.default_rng(seed).standard_normal(shape, np.float32)
-    mean_square, variance = sample_moments(jnp.asarray(x))
-    np.testing.assert_allclose(mean_square, np.mean(x**2), rtol=0.1)
-    np.testing.assert_allclose(variance, np.var(x), rtol=0.1)
+    moments = sample_moments(jnp.asarray(x))
+    np.testing.assert_allclose(moments.mean_square, np.mean(x**2), rtol=0.1)
+    np.testing.assert_allclose(moments.variance, np.var(x), rtol=0.1)
 
 
 def test_samples_are_of_all_channels():

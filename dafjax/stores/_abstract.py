@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from dafjax._targets import Target
 from dafjax._typing import Array, ArrayTree, Like
-from dafjax.codecs import AbstractCodec
+from dafjax.codecs import AbstractCodec, Affine
 
 
 class AbstractStore(abc.ABC):
@@ -45,8 +45,8 @@ class AbstractStore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def measures(self, codec: AbstractCodec) -> bool:
-        """Returns whether this store wants to know how important a residual is.
+    def measured_code(self, codec: AbstractCodec) -> Affine | None:
+        """Returns the code of a residual if its importance is to be measured.
 
         Args:
             codec: What `codec` returned for it.
@@ -57,7 +57,7 @@ class AbstractStore(abc.ABC):
         """Returns the mean of the squared ranges of a residual's blocks.
 
         Args:
-            codec: What `codec` returned for it; one that the store `measures`.
+            codec: What `codec` returned for it; one with a `measured_code`.
             packed: What `get` returned.
 
         Returns:
@@ -78,7 +78,7 @@ class AbstractStore(abc.ABC):
             sensitivities: float32 `[n + 1]`: for each residual the variance of the
                 gradient at 1 bit, if the squared ranges of blocks are 1 on average
                 where `squared_range` is None; then the squared norm of the gradient.
-            codecs: What `codec` returned for the residuals that it `measures`.
+            codecs: What `codec` returned for the residuals with a `measured_code`.
             likes: Shape and dtype of each.
             after: An array that is computed first.
 

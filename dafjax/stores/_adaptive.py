@@ -138,8 +138,8 @@ class Adaptive(AbstractStore):
             asked=codec.bits,
         )
 
-    def measures(self, codec: AbstractCodec) -> bool:
-        return isinstance(codec, AdaptiveAffine)
+    def measured_code(self, codec: AbstractCodec) -> Affine | None:
+        return codec.affine if isinstance(codec, AdaptiveAffine) else None
 
     def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> Array | None:
         assert isinstance(codec, AdaptiveAffine)

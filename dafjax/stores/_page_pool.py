@@ -167,10 +167,10 @@ class PagePool(AbstractStore):
         self.target = target
         return self
 
-    def measures(self, codec: AbstractCodec) -> bool:
+    def measured_code(self, codec: AbstractCodec) -> Affine | None:
         # Importances name what is evicted, too.
         matters = self._target is not None or self.budget is not None
-        return matters and isinstance(codec, PooledAffine)
+        return codec.affine if matters and isinstance(codec, PooledAffine) else None
 
     def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> None:
         # Found when the residual is put.

@@ -20,9 +20,8 @@ class AbstractStaticStore(AbstractStore):
     def allocate_for(self, target: Target) -> Adaptive:
         return Adaptive(self, target)
 
-    def measures(self, codec: AbstractCodec) -> bool:
+    def measured_code(self, codec: AbstractCodec) -> None:
         del codec
-        return False
 
     def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> None:
         del codec, packed
