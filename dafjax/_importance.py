@@ -76,7 +76,8 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
     Odd numbers, in step with no power of two. Along each dimension, not along the
     flattened array, where XLA would divide for the place of every element. Mostly along
-    the last one: channels differ more than places and examples do.
+    the last and the first one: channels differ, and so do examples, of which a few make
+    most of the gradient when a model has learned the others. Places differ less.
     """
     strides = [1] * len(shape)
 
@@ -89,12 +90,17 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
     *leading, last = range(len(shape))
     widen([last], _CHANNELS if leading else _SAMPLES)
-    widen(leading, max(1, _SAMPLES // num_samples(last)))
+    if len(leading) > 1:
+        widen(leading[:1], _EXAMPLES)
+    places = leading[1:] or leading
+    known = math.prod(num_samples(d) for d in range(len(shape)) if d not in places)
+    widen(places, max(1, _SAMPLES // known))
     return tuple(strides)
 
 
-_SAMPLES = 4096
+_SAMPLES = 16384
 _CHANNELS = 128
+_EXAMPLES = 64
 
 # So many times smaller, a value is a statistic of what it is made of.
 _MANY = 16

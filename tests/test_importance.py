@@ -81,5 +81,11 @@ def test_samples_are_of_all_channels():
     assert float(sample_moments(x).mean_square) == pytest.approx(1.0, rel=0.1)
 
 
+def test_samples_are_of_all_examples():
+    # The others are learned already: they make no gradient.
+    x = jnp.zeros((64, 32, 32, 64)).at[17].set(8.0)
+    assert float(sample_moments(x).mean_square) == pytest.approx(1.0, rel=0.1)
+
+
 def test_of_small_arrays_all_elements_count():
     assert float(sample_moments(jnp.arange(3.0)).mean_square) == pytest.approx(5 / 3)
