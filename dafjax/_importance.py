@@ -90,7 +90,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-# With half of it a ResNet-18 that begins to learn has 3 times the variance it could have.
+# With half as many, a ResNet-18 that begins to learn has 3 times the variance it could.
 _SAMPLES = 1 << 15
 
 # So many times smaller, a value is a statistic of what it is made of.
