@@ -53,7 +53,7 @@ class Options:
 
     networks: tuple[NetworkName, ...] = ("resnet18", "gpt2")
     """What is trained."""
-    sizes: Sizes = Sizes(gpt2_layers=2)  # noqa: RUF009  (frozen)
+    sizes: Sizes = Sizes(gpt2_layers=2, gpt2_batch=16)  # noqa: RUF009  (frozen)
     """How large they are."""
     settings: int = 20
     """Budgets, from 1 to 8 bits on average, evenly spaced in their logarithm."""
