@@ -26,7 +26,6 @@ Against the variance measured with one residual at a time in codes (GACT, Liu et
 (`benchmarks/importance.py`).
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -44,6 +43,7 @@ from dafjax._primitives import (
     multiplies_elements,
     takes_parts,
 )
+from dafjax._sampling import sampling_strides
 
 
 class Moments(NamedTuple):
@@ -61,33 +61,14 @@ class Moments(NamedTuple):
 def sample_moments(x: jax.Array) -> Moments:
     """Returns moments of some thousand elements, evenly spread."""
     x = jnp.atleast_1d(x)
-    sample = x[tuple(slice(stride // 2, None, stride) for stride in _strides(x.shape))]
+    strides = sampling_strides(x.shape, _SAMPLES)
+    sample = x[tuple(slice(stride // 2, None, stride) for stride in strides)]
     if jnp.iscomplexobj(sample):
         sample = jnp.abs(sample)
     sample = sample.astype(jnp.float32)
     mean = jnp.mean(sample)
     # Not as a difference of means, where large values would cancel.
     return Moments(jnp.mean(sample * sample), jnp.mean((sample - mean) ** 2))
-
-
-@functools.lru_cache(maxsize=1024)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns how far apart samples are, dimension by dimension.
-
-    Odd numbers, in step with no power of two: behind strided convolutions cotangents
-    are on a lattice, of which 8 samples in a row see every place. Along each dimension,
-    not along the flattened array, where XLA would divide for the place of every
-    element; and along all of them alike: examples, places and channels all differ.
-    """
-    strides = [1] * len(shape)
-
-    def num_samples(dimension: int) -> int:
-        return -(-shape[dimension] // strides[dimension])
-
-    dimensions = range(len(shape))
-    while math.prod(map(num_samples, dimensions)) > _SAMPLES:
-        strides[max(dimensions, key=num_samples)] += 2
-    return tuple(strides)
 
 
 # With half as many, a ResNet-18 that begins to learn has 3 times the variance it could.

@@ -1,12 +1,12 @@
 """How much an array suffers from rounding, as its blocks are filled."""
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dafjax._sampling import sampling_strides
 from dafjax._typing import Array
 from dafjax.codecs._affine import Affine
 from dafjax.codecs._rows import to_rows
@@ -52,19 +52,7 @@ def _some_blocks(affine: Affine, x: Array) -> jax.Array:
     x = lax.reshape(to_rows(x, rows), (count, size, channels))
     x = x[:, : size // length * length]
     x = lax.reshape(x, (count, size // length, length, channels))
-    of_rows, of_blocks, of_channels = _strides((count, size // length, channels))
+    number = (count, size // length, channels)
+    of_rows, of_blocks, of_channels = sampling_strides(number, _NUM_BLOCKS)
     x = x[::of_rows, ::of_blocks, :, ::of_channels]
     return jnp.moveaxis(x, 2, -1).reshape(-1, length)
-
-
-@functools.lru_cache(maxsize=1024)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns how far apart the blocks are: odd, in step with no power of two."""
-    strides = [1] * len(shape)
-
-    def num_samples(axis: int) -> int:
-        return -(-shape[axis] // strides[axis])
-
-    while math.prod(map(num_samples, range(len(shape)))) > _NUM_BLOCKS:
-        strides[max(range(len(shape)), key=num_samples)] += 2
-    return tuple(strides)
