@@ -72,7 +72,7 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.nonlinear_minima
 	$(RUN) -m benchmarks.accuracy --seeds 5
 	$(RUN) -m benchmarks.accuracy --contenders none fixed adaptive --seeds 5 --width 8 \
-	  --epochs 6 --out benchmarks/results/accuracy_adaptive.json
+	  --epochs 3 --out benchmarks/results/accuracy_adaptive.json
 
 $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dafjax needs Python 3.11 or newer: make PYTHON=python3.11")'
