@@ -40,6 +40,9 @@ SizeName = Literal["auto", "small", "full"]
 DtypeName = Literal["float32", "bfloat16"]
 
 _LEARNING_RATES = {"sgd": 0.2, "adamw": 1e-3}
+# Of adapters, with adamw: of published weights (Hu et al. 2021, table 9), and of small
+# ones, which have learned for minutes.
+_LEARNING_RATES_OF_ADAPTERS = {"full": 5e-4, "small": 5e-3}
 _WEIGHT_DECAYS = {"sgd": 5e-4, "adamw": 0.05}
 
 _BITS = (1, 2, 3, 4, 8)
@@ -159,8 +162,8 @@ class TrainConfig:
         patience: Stop after so many epochs that brought nothing better.
         optimizer: sgd has Nesterov momentum 0.9; of ResNets it is the one if none is
             given, of transformers adamw is.
-        learning_rate: After the warm-up of half an epoch; 0.2 for sgd and 0.001 for
-            adamw if not given.
+        learning_rate: After the warm-up of half an epoch; if not given 0.2 for sgd and
+            0.001 for adamw, for adapters 0.0005, or 0.005 of small models.
         weight_decay: 0.0005 for sgd and 0.05 for adamw if not given.
         schedule: cosine falls to zero at the last step; a constant run may be prolonged
             by --resume with more --epochs.
@@ -222,15 +225,18 @@ class TrainConfig:
         optimizer = self.optimizer or filling["optimizer"]
         filling["learning_rate"] = _LEARNING_RATES[optimizer]
         filling["weight_decay"] = _WEIGHT_DECAYS[optimizer]
-        weights = pathlib.Path("weights") / self.model
-        if self.family in _TRANSFORMERS and self.size != "small" and weights.is_dir():
-            filling["weights"] = weights
+        size = self.size
+        if self.family in _TRANSFORMERS:
+            weights = pathlib.Path("weights") / self.model
+            if self.size != "small" and weights.is_dir():
+                filling["weights"] = weights
+            if size == "auto":
+                none = self.weights is None and "weights" not in filling
+                size = "small" if none else "full"
+            if self.lora and optimizer == "adamw":
+                filling["learning_rate"] = _LEARNING_RATES_OF_ADAPTERS[size]
         missing = {k: v for k, v in filling.items() if getattr(self, k) is None}
-        config = dataclasses.replace(self, **missing)
-        if config.size == "auto" and self.family in _TRANSFORMERS:
-            size = "small" if config.weights is None else "full"
-            config = dataclasses.replace(config, size=size)
-        return config
+        return dataclasses.replace(self, size=size, **missing)
 
     @property
     def pretraining(self) -> "TrainConfig | None":

@@ -514,3 +514,28 @@ def test_sigint_ends_a_process_after_its_last_finished_epoch(tmp_path, monkeypat
     monkeypatch.setattr(images, "MODELS", {"resnet18": resnet.resnet18})
     num_epochs, _ = saved_state(tiny(out))
     assert num_epochs >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (0.2, "auto")),
+        ({"model": "gpt2-small"}, (1e-3, "small")),
+        ({"model": "gpt2-small", "lora": 8}, (5e-3, "small")),
+        ({"model": "roberta-base", "lora": 8, "size": "full"}, (5e-4, "full")),
+        ({"model": "roberta-base", "lora": 8, "learning_rate": 0.1}, (0.1, "small")),
+        ({"model": "roberta-base", "lora": 8, "optimizer": "sgd"}, (0.2, "small")),
+    ],
+)
+def test_learning_rates_suit_what_is_trained(options, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(**options).filled()
+    assert (config.learning_rate, config.size) == expected
+
+
+def test_adapters_of_weights_that_are_there_learn_slowly(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights" / "gpt2-medium").mkdir(parents=True)
+    config = TrainConfig("gpt2-medium", lora=8).filled()
+    assert (config.learning_rate, config.size) == (5e-4, "full")
+    assert config.pretraining is None
