@@ -21,8 +21,8 @@
 #include "format/affine.h"
 #include "format/columns.h"
 #include "format/float_type.h"
-#include "format/noise.h"
 #include "format/packed.h"
+#include "values.h"
 
 namespace dafjax {
 
@@ -31,19 +31,6 @@ const Kernels& EmulatedAvx512Kernels();
 #endif
 
 namespace {
-
-#define CHECK(condition)                                                      \
-  do {                                                                        \
-    if (!(condition)) {                                                       \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);    \
-      std::exit(1);                                                           \
-    }                                                                         \
-  } while (false)
-
-constexpr int kWidths[] = {1, 2, 3, 4, 8};
-constexpr int64_t kBlockSizes[] = {64, 128, 256, 512, 1024};
-constexpr FloatType kTypes[] = {FloatType::kFloat32, FloatType::kBFloat16,
-                                FloatType::kFloat16};
 
 std::vector<const Kernels*> Variants() {
   std::vector<const Kernels*> variants = InstructionSets();
@@ -65,76 +52,10 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325;
 };
 
-class Random {
- public:
-  uint32_t Next() { return MixNoise(++counter_); }
-  float Uniform() { return static_cast<float>(Next() >> 8) * 0x1p-24f; }
-
- private:
-  uint32_t counter_ = 0;
-};
-
 float FloatOf(uint32_t bits) {
   float v;
   std::memcpy(&v, &bits, sizeof(v));
   return v;
-}
-
-enum Kind {
-  kSmooth,
-  kRectified,
-  kConstant,
-  kSubnormal,
-  kZeros,
-  kAnyFinite,
-  kExtreme,
-  kSomeNotFinite,
-  kAllNotFinite,
-  kNumKinds
-};
-
-// Bits of one value; `ones` are the exponent bits of the type, at their place.
-uint32_t Draw(Kind kind, FloatType type, int64_t e, Random* random) {
-  const bool wide = type == FloatType::kFloat32;
-  const uint32_t ones = wide                           ? 0x7f800000
-                        : type == FloatType::kBFloat16 ? 0x7f80
-                                                       : 0x7c00;
-  const uint32_t sign = wide ? 0x80000000 : 0x8000;
-  const uint32_t one = wide ? 0x3f800000 : type == FloatType::kBFloat16 ? 0x3f80 : 0x3c00;
-  const uint32_t mantissa = (ones & (0 - ones)) - 1;
-  const uint32_t r = random->Next();
-  const uint32_t negative = r >> 31 != 0 ? sign : 0;
-  const uint32_t smooth = one | (r & mantissa);
-  const uint32_t chance = random->Next() % 64;
-  switch (kind) {
-    case kSmooth: return smooth | negative;
-    case kRectified: return negative != 0 ? 0 : smooth;
-    case kConstant: return e / 256 % 2 == 0 ? smooth ^ (r & mantissa) : sign | one;
-    case kSubnormal: return (r & mantissa) | negative;
-    case kZeros: return negative;
-    case kAnyFinite: {
-      const uint32_t any = r & (sign | ones | mantissa);
-      return (any & ones) == ones ? any ^ (ones & (0 - ones)) : any;
-    }
-    case kExtreme: return chance < 32 ? (ones - 1) | negative : smooth | negative;
-    case kSomeNotFinite:
-      if (chance == 0) return ones;
-      if (chance == 1) return ones | sign;
-      return chance == 2 ? ones | 1 | negative : smooth | negative;
-    default: return chance < 32 ? ones | negative : ones | 1;
-  }
-}
-
-// Starts one element after an aligned address: nothing may rely on alignment.
-std::vector<uint8_t> MakeValues(Kind kind, FloatType type, int64_t count,
-                                Random* random) {
-  const int64_t nbytes = ElementNbytes(type);
-  std::vector<uint8_t> bytes((count + 1) * nbytes);
-  for (int64_t e = 0; e < count; ++e) {
-    const uint32_t bits = Draw(kind, type, e, random);
-    std::memcpy(bytes.data() + (e + 1) * nbytes, &bits, nbytes);
-  }
-  return bytes;
 }
 
 // Joins its threads when it goes.

@@ -10,10 +10,14 @@
 #include "format/noise.h"
 #include "format/packed.h"
 
-#if defined(__x86_64__)
+// Tests that need bytes, not speed, define DAFJAX_ONLY_SCALAR: it compiles faster.
+#if defined(DAFJAX_ONLY_SCALAR)
+#elif defined(__x86_64__)
+#define DAFJAX_HAS_AVX
 #include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
+#define DAFJAX_HAS_NEON
 #include <arm_neon.h>
 #endif
 
@@ -31,7 +35,7 @@ constexpr int kBlockWidth = 4;
 #include "cpu/kernels.inc"
 }  // namespace scalar
 
-#if defined(__x86_64__)
+#if defined(DAFJAX_HAS_AVX)
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), \
@@ -83,7 +87,7 @@ bool HasAvx512() {
          __builtin_cpu_supports("avx512vl");
 }
 
-#elif defined(__aarch64__)
+#elif defined(DAFJAX_HAS_NEON)
 
 namespace neon {
 constexpr int kBlockWidth = 4;
@@ -96,10 +100,10 @@ constexpr int kBlockWidth = 4;
 
 std::vector<const Kernels*> FindInstructionSets() {
   std::vector<const Kernels*> sets;
-#if defined(__x86_64__)
+#if defined(DAFJAX_HAS_AVX)
   if (HasAvx512()) sets.push_back(&avx512::kKernels);
   if (HasAvx2()) sets.push_back(&avx2::kKernels);
-#elif defined(__aarch64__)
+#elif defined(DAFJAX_HAS_NEON)
   sets.push_back(&neon::kKernels);
 #endif
   sets.push_back(&scalar::kKernels);

@@ -1,0 +1,113 @@
+#ifndef DAFJAX_CUDA_BITMASK_H_
+#define DAFJAX_CUDA_BITMASK_H_
+
+#include <cstdint>
+
+#include "cuda/device.h"
+#include "cuda/planes.h"
+#include "cuda/tile_values.h"
+#include "format/packed.h"
+
+namespace dafjax {
+
+inline constexpr int kBitmaskThreads = 128;
+inline constexpr int kBitmaskTiles = kBitmaskThreads / kTileThreads;  // of a launch block
+
+// Booleans are handled four at a time, as the bytes of a word. A thread has the bits of
+// its four lanes in two words: byte `i` of one are lane `i`'s rows 0 .. 7, of the other
+// its rows 8 .. 15.
+struct LaneBits {
+  uint32_t low;
+  uint32_t high;
+};
+
+struct BitmaskJob {
+  int64_t num_rows;
+  int64_t row_elements;
+  int64_t tiles_per_row;
+  bool aligned_bytes;
+  bool aligned_words;
+};
+
+// Where a thread of a bitmask kernel is.
+struct BitmaskPlace {
+  DAFJAX_DEVICE explicit BitmaskPlace(const BitmaskJob& job) {
+    const int part = static_cast<int>(threadIdx.x) % kTileThreads;
+    const int64_t slot = int64_t{blockIdx.x} * kBitmaskTiles +
+                         static_cast<int>(threadIdx.x) / kTileThreads;
+    const int64_t row = slot / job.tiles_per_row;
+    const int64_t first =
+        slot % job.tiles_per_row * kTileElements + part * kThreadLanes;
+    exists = row < job.num_rows;
+    byte = row * job.row_elements + first;
+    word = slot * kTileLanes + part * kThreadLanes;
+    piece = {kTileLanes, exists ? job.row_elements - first : 0};
+  }
+
+  bool exists;
+  int64_t byte;
+  int64_t word;
+  Piece piece;
+};
+
+// The lowest bit of each byte: whether the byte is not 0.
+DAFJAX_DEVICE uint32_t BytesThatAreTrue(uint32_t bytes) {
+  const uint32_t top = ((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) | bytes;
+  return top >> 7 & 0x01010101;
+}
+
+DAFJAX_DEVICE uint32_t LoadFourBytes(const uint8_t* from, int count, bool aligned) {
+  if (aligned && count == kThreadLanes) return *reinterpret_cast<const uint32_t*>(from);
+  uint32_t bytes = 0;
+  DAFJAX_UNROLL
+  for (int i = 0; i < kThreadLanes; ++i) {
+    if (i < count) bytes |= uint32_t{from[i]} << 8 * i;
+  }
+  return bytes;
+}
+
+DAFJAX_DEVICE void StoreFourBytes(uint8_t* to, int count, bool aligned, uint32_t bytes) {
+  if (aligned && count == kThreadLanes) {
+    *reinterpret_cast<uint32_t*>(to) = bytes;
+    return;
+  }
+  DAFJAX_UNROLL
+  for (int i = 0; i < kThreadLanes; ++i) {
+    if (i < count) to[i] = static_cast<uint8_t>(bytes >> 8 * i);
+  }
+}
+
+DAFJAX_KERNEL(kBitmaskThreads)
+PackBitmaskKernel(const BitmaskJob job, const uint8_t* x, uint16_t* words) {
+  const BitmaskPlace place(job);
+  if (!place.exists) return;
+  LaneBits bits = {0, 0};
+  DAFJAX_UNROLL
+  for (int row = 0; row < kTileRows; ++row) {
+    const uint32_t bytes = LoadFourBytes(x + place.byte + row * kTileLanes,
+                                         place.piece.NumPresent(row), job.aligned_bytes);
+    (row < 8 ? bits.low : bits.high) |= BytesThatAreTrue(bytes) << row % 8;
+  }
+  StoreWords(words + place.word, job.aligned_words,
+             make_uint2(__byte_perm(bits.low, bits.high, 0x5140),
+                        __byte_perm(bits.low, bits.high, 0x7362)));
+}
+
+DAFJAX_KERNEL(kBitmaskThreads)
+UnpackBitmaskKernel(const BitmaskJob job, const uint16_t* words, uint8_t* y) {
+  const BitmaskPlace place(job);
+  if (!place.exists) return;
+  const uint2 of_lanes = LoadWords(words + place.word, job.aligned_words);
+  const LaneBits bits = {__byte_perm(of_lanes.x, of_lanes.y, 0x6420),
+                         __byte_perm(of_lanes.x, of_lanes.y, 0x7531)};
+  DAFJAX_UNROLL
+  for (int row = 0; row < kTileRows; ++row) {
+    const uint32_t bytes = (row < 8 ? bits.low : bits.high) >> row % 8 & 0x01010101;
+    StoreFourBytes(y + place.byte + row * kTileLanes, place.piece.NumPresent(row),
+                   job.aligned_bytes, bytes);
+  }
+}
+
+}  // namespace dafjax
+
+#endif  // DAFJAX_CUDA_BITMASK_H_

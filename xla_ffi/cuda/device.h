@@ -1,0 +1,103 @@
+#ifndef DAFJAX_CUDA_DEVICE_H_
+#define DAFJAX_CUDA_DEVICE_H_
+
+#include <cstdint>
+
+// What kernels are written in: CUDA C++ where nvcc compiles, and where g++ does, the same
+// names out of the simulator (simulator/cuda.h). Kernels use no CUB, no cooperative groups
+// and no PTX, and declare shared arrays and launches with the macros below. Device code is
+// compiled with -ftz=true: subnormals count as zero, as on CPUs (README.md section 2).
+#if defined(__CUDACC__)
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#define DAFJAX_DEVICE __device__ __forceinline__
+#define DAFJAX_KERNEL(max_threads) __global__ void __launch_bounds__(max_threads)
+#define DAFJAX_UNROLL _Pragma("unroll")
+#define DAFJAX_SHARED(type, name, count) __shared__ type name[count]
+#define DAFJAX_LAUNCH(kernel, blocks, threads, stream, ...)         \
+  (kernel<<<(blocks), (threads), 0, (stream)>>>(__VA_ARGS__),       \
+   ::dafjax::WhatFailed(cudaGetLastError()))
+
+#else
+
+#include "simulator/cuda.h"
+
+#define DAFJAX_DEVICE inline
+#define DAFJAX_KERNEL(max_threads) void
+#define DAFJAX_UNROLL
+#define DAFJAX_SHARED(type, name, count)                                             \
+  type* const name = static_cast<type*>(::dafjax::simulator::SharedArray(           \
+      sizeof(type) * (count), {__FILE__, __LINE__}))
+#define DAFJAX_LAUNCH(kernel, blocks, threads, stream, ...)                         \
+  (static_cast<void>(stream),                                                       \
+   ::dafjax::simulator::Run({static_cast<unsigned>(blocks), 1, 1},                  \
+                            {static_cast<unsigned>(threads), 1, 1},                 \
+                            [&] { kernel(__VA_ARGS__); }))
+
+#endif
+
+namespace dafjax {
+
+inline constexpr int kWarpLanes = 32;
+inline constexpr uint32_t kAllLanes = 0xffffffff;
+
+// Null, or what went wrong.
+inline const char* WhatFailed(cudaError_t error) {
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+#if defined(__CUDACC__)
+
+DAFJAX_DEVICE float WidenFloat16(uint32_t v) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(v)));
+}
+
+// To nearest, ties to even. `v` is finite.
+DAFJAX_DEVICE uint32_t RoundToFloat16(float v) {
+  return __half_as_ushort(__float2half_rn(v));
+}
+DAFJAX_DEVICE uint32_t RoundToBFloat16(float v) {
+  return __bfloat16_as_ushort(__float2bfloat16_rn(v));
+}
+
+#else
+
+inline float WidenFloat16(uint32_t v) {
+  const uint32_t sign = (v & 0x8000) << 16;
+  const uint32_t magnitude = v & 0x7fff;
+  if (magnitude >= 0x7c00) return __uint_as_float(sign | 0x70000000 | magnitude << 13);
+  // A subnormal is a multiple of 2^-24.
+  const float normal = __uint_as_float((magnitude << 13) + 0x38000000);
+  const float value =
+      magnitude < 0x400 ? static_cast<float>(magnitude) * 0x1p-24f : normal;
+  return __uint_as_float(sign | __float_as_uint(value));
+}
+
+// To nearest, ties to even. `v` is finite.
+inline uint32_t RoundToBFloat16(float v) {
+  const uint32_t bits = __float_as_uint(v);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// Through float64, where the last place of a half is one of 2^53, and the addition rounds.
+inline uint32_t RoundToFloat16(float v) {
+  const uint32_t sign = __float_as_uint(v) >> 16 & 0x8000;
+  const double magnitude = std::fabs(static_cast<double>(v));
+  if (magnitude >= 65520.0) return sign | 0x7c00;
+  int exponent = magnitude == 0.0 ? -14 : std::ilogb(magnitude);
+  if (exponent < -14) exponent = -14;
+  const double ulp = std::ldexp(1.0, exponent - 10);
+  const double steps = std::nearbyint(magnitude / ulp);
+  // Up to 1024 steps count on from the subnormals; 1024 .. 2048 are those of the exponent.
+  return sign + static_cast<uint32_t>((exponent + 14) * 1024) +
+         static_cast<uint32_t>(steps);
+}
+
+#endif
+
+}  // namespace dafjax
+
+#endif  // DAFJAX_CUDA_DEVICE_H_

@@ -1,0 +1,122 @@
+#ifndef DAFJAX_CUDA_ENCODE_H_
+#define DAFJAX_CUDA_ENCODE_H_
+
+#include <cstdint>
+
+#include "cuda/device.h"
+#include "cuda/planes.h"
+#include "cuda/tile_values.h"
+#include "format/affine.h"
+#include "format/noise.h"
+
+namespace dafjax {
+
+// How codes are rounded. Both roundings are the same arithmetic: a lane's noise word is
+// multiplied from row to row; rounding to nearest starts with the middle, times one.
+struct DeviceRounding {
+  bool stochastic;
+  const uint32_t* seed;  // on the device; not read if not stochastic
+};
+
+// The noise of a thread's lanes, in the upper halves of words: there products are modulo
+// 2^16 by themselves.
+struct LaneNoise {
+  // `checksum`: that of the tile.
+  DAFJAX_DEVICE void Start(const DeviceRounding& rounding, int64_t tile,
+                           uint32_t checksum, int first_lane) {
+    factor = rounding.stochastic ? kNoiseFactor : 1;
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) words[i] = 0x80000000;
+    if (!rounding.stochastic) return;
+    const uint32_t key = NoiseKey(NoiseStream(*rounding.seed),
+                                  static_cast<uint32_t>(tile), checksum);
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) {
+      words[i] = uint32_t{FirstNoise(key, first_lane + i)} << 16;
+    }
+  }
+
+  // What is added to a fixed point of `fraction` bits.
+  DAFJAX_DEVICE uint32_t Of(int lane, int fraction) const {
+    return words[lane] >> (32 - fraction);
+  }
+
+  DAFJAX_DEVICE void GoToNextRow() {
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) words[i] *= factor;
+  }
+
+  uint32_t factor;
+  uint32_t words[kThreadLanes];
+};
+
+// What the elements of a row of a tile are encoded with, for the thread's lanes.
+struct RowParameters {
+  float negative_start[kThreadLanes];
+  float inverse[kThreadLanes];
+  uint32_t flagged;  // a bit for each lane
+};
+
+DAFJAX_DEVICE uint32_t CodeOfFinite(float v, float negative_start, float inverse,
+                                    uint32_t noise, int fraction) {
+  constexpr uint32_t kMost = 0xffff;
+  const uint32_t fixed = __float2uint_rz((negative_start + v) * inverse);
+  const uint32_t sum = (fixed < kMost ? fixed : kMost) + noise;
+  return (sum < kMost ? sum : kMost) >> fraction;
+}
+
+template <int kBits>
+DAFJAX_DEVICE uint32_t CodeOfNonFinite(float v) {
+  if constexpr (kBits < 3) {
+    return 1u << (kBits - 1);
+  } else {
+    const int code = v != v     ? kCodeOfNan
+                     : v > 0.0f ? kCodeOfPlusInfinity
+                                : kCodeOfMinusInfinity;
+    return static_cast<uint32_t>(code >> (8 - kBits));
+  }
+}
+
+// Codes of one row of a tile, in pairs. kCareful: some elements may be padding, or not
+// finite, or in flagged blocks.
+template <FloatType kType, int kBits, bool kCareful>
+DAFJAX_DEVICE uint2 EncodeRow(const FourValues<kType>& values,
+                              const RowParameters& parameters, const LaneNoise& noise,
+                              int num_present) {
+  uint32_t codes[kThreadLanes];
+  DAFJAX_UNROLL
+  for (int i = 0; i < kThreadLanes; ++i) {
+    const float v = values.Widened(i);
+    int fraction = 16 - kBits;
+    if constexpr (kCareful) fraction += static_cast<int>(parameters.flagged >> i & 1);
+    codes[i] = CodeOfFinite(v, parameters.negative_start[i], parameters.inverse[i],
+                            noise.Of(i, fraction), fraction);
+    if constexpr (kCareful) {
+      if (!IsFinite(v)) codes[i] = CodeOfNonFinite<kBits>(v);
+      if (i >= num_present) codes[i] = 0;
+    }
+  }
+  return make_uint2(codes[0] | codes[1] << 16, codes[2] | codes[3] << 16);
+}
+
+// Encodes what a thread has of a tile. `parameters_of(row)` gives RowParameters; all
+// lanes of the warp ask together.
+template <FloatType kType, int kBits, bool kCareful, typename ParametersOfRow>
+DAFJAX_DEVICE void EncodeTile(const TileValues<kType>& values, const Piece& piece,
+                              const ParametersOfRow& parameters_of, LaneNoise noise,
+                              const CodesOfThread<uint16_t>& to) {
+  PlaneWriter<kBits> writer;
+  DAFJAX_UNROLL
+  for (int row = 0; row < kTileRows; ++row) {
+    const int present = kCareful ? piece.NumPresent(row) : kThreadLanes;
+    writer.AddRow(row,
+                  EncodeRow<kType, kBits, kCareful>(values.rows[row], parameters_of(row),
+                                                    noise, present),
+                  to);
+    noise.GoToNextRow();
+  }
+}
+
+}  // namespace dafjax
+
+#endif  // DAFJAX_CUDA_ENCODE_H_

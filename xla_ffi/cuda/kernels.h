@@ -1,0 +1,55 @@
+#ifndef DAFJAX_CUDA_KERNELS_H_
+#define DAFJAX_CUDA_KERNELS_H_
+
+#include <cstdint>
+
+#include "format/affine.h"
+
+// What cudaStream_t points to.
+struct CUstream_st;
+
+namespace dafjax {
+
+using Stream = CUstream_st*;
+
+// Enqueues work and returns null, or says what went wrong. Pointers are to the device.
+// Arrays need no alignment beyond that of their elements; aligned to 16 bytes they are
+// faster. Every function enqueues something even if there is nothing to do, while the
+// stream is captured: a graph must not be empty.
+using Failure = const char*;
+
+struct DeviceCodes {
+  uint16_t* codes;    // [num_rows, shape.NumWords()]
+  uint16_t* scale;    // [num_rows, shape.NumBlocks()], bfloat16
+  uint16_t* minimum;  // as `scale`
+};
+
+struct ConstDeviceCodes {
+  const uint16_t* codes;
+  const uint16_t* scale;
+  const uint16_t* minimum;
+};
+
+// `seed` is not read if not stochastic.
+Failure PackAffineOnDevice(Stream stream, const AffineShape& shape, bool stochastic,
+                           const uint32_t* seed, const void* x,
+                           const DeviceCodes& packed);
+
+Failure UnpackAffineOnDevice(Stream stream, const AffineShape& shape,
+                             const ConstDeviceCodes& packed, void* y);
+
+// One byte per boolean; any byte but 0 is true.
+Failure PackBitmaskOnDevice(Stream stream, int64_t num_rows, int64_t row_elements,
+                            const uint8_t* x, uint16_t* words);
+
+Failure UnpackBitmaskOnDevice(Stream stream, int64_t num_rows, int64_t row_elements,
+                              const uint16_t* words, uint8_t* y);
+
+Failure CopyOnDevice(Stream stream, const void* from, int64_t nbytes, void* to);
+
+// Enqueues a kernel that does nothing if the stream is captured, and nothing otherwise.
+Failure FillEmptyGraph(Stream stream);
+
+}  // namespace dafjax
+
+#endif  // DAFJAX_CUDA_KERNELS_H_

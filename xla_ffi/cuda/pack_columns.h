@@ -1,0 +1,166 @@
+#ifndef DAFJAX_CUDA_PACK_COLUMNS_H_
+#define DAFJAX_CUDA_PACK_COLUMNS_H_
+
+#include <cstdint>
+
+#include "cuda/device.h"
+#include "cuda/encode.h"
+#include "cuda/parameters.h"
+#include "cuda/planes.h"
+#include "cuda/scan.h"
+#include "cuda/tile_values.h"
+#include "format/affine.h"
+#include "format/columns.h"
+#include "format/float_type.h"
+#include "format/packed.h"
+
+namespace dafjax {
+
+// Column blocks: the warps of a launch block have the blocks of 32 neighboring lanes, one
+// below the other, so that every value is read once and stays in a register.
+inline constexpr int kWarpRows = kWarpTiles * kTileRows;
+inline constexpr int kMaxPackColumnsWarps = kMaxBlockSize / kWarpRows;
+inline constexpr int kPackColumnsThreads = kMaxPackColumnsWarps * kWarpLanes;  // at most
+
+struct PackColumnsJob {
+  const void* x;
+  uint16_t* codes;
+  uint16_t* scale;
+  uint16_t* minimum;
+  DeviceRounding rounding;
+  int64_t row_elements;
+  int64_t block_size;
+  int64_t width;      // of a folded row
+  int64_t tile_rows;  // rows of tiles
+  int64_t blocks_down;
+  bool aligned_x;
+  bool aligned_codes;
+};
+
+// What the warps have found of their rows, and then what each lane is encoded with.
+// DAFJAX_SHARED arrays of a launch block.
+struct SharedLanes {
+  float* lo;  // [warps][32]
+  float* hi;
+  uint32_t* unusual;  // [warps]: lanes with values that are not finite
+  float* negative_start;  // [32]
+  float* inverse;
+  uint32_t* flagged;  // [1]
+};
+
+// Computes the parameters of the 32 blocks, one in each lane of the first warp.
+template <FloatType kType, int kBits>
+DAFJAX_DEVICE void ComputeColumnParameters(const SharedLanes& shared, int num_warps,
+                                           int lane, uint16_t* scale,
+                                           uint16_t* minimum) {
+  Range range = Range::Empty();
+  uint32_t unusual = 0;
+  for (int w = 0; w < num_warps; ++w) {
+    range.Add({shared.lo[w * kWarpLanes + lane], shared.hi[w * kWarpLanes + lane]});
+    unusual |= shared.unusual[w];
+  }
+  const bool flagged = (unusual >> lane & 1) != 0;
+  const BlockParameters parameters = ParametersOf<kType, kBits>(range, flagged);
+  scale[lane] = static_cast<uint16_t>(parameters.scale);
+  minimum[lane] = static_cast<uint16_t>(parameters.minimum);
+  shared.negative_start[lane] = parameters.negative_start;
+  shared.inverse[lane] = parameters.inverse;
+  if (lane == 0) *shared.flagged = unusual;
+}
+
+template <FloatType kType, int kBits>
+DAFJAX_KERNEL(kPackColumnsThreads)
+PackColumnsKernel(const PackColumnsJob job) {
+  DAFJAX_SHARED(float, shared_lo, kMaxPackColumnsWarps * kTileLanes);
+  DAFJAX_SHARED(float, shared_hi, kMaxPackColumnsWarps * kTileLanes);
+  DAFJAX_SHARED(uint32_t, shared_unusual, kMaxPackColumnsWarps);
+  DAFJAX_SHARED(float, shared_negative_start, kTileLanes);
+  DAFJAX_SHARED(float, shared_inverse, kTileLanes);
+  DAFJAX_SHARED(uint32_t, shared_flagged, 1);
+  const SharedLanes shared = {shared_lo,             shared_hi,      shared_unusual,
+                              shared_negative_start, shared_inverse, shared_flagged};
+
+  const int lane_of_warp = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int num_warps = static_cast<int>(blockDim.x) / kWarpLanes;
+  const int part = lane_of_warp % kTileThreads;
+  const int first_lane = part * kThreadLanes;
+
+  const int64_t lane_groups = job.width / kTileLanes;
+  const int64_t group = blockIdx.x % lane_groups;
+  const int64_t down = blockIdx.x / lane_groups % job.blocks_down;
+  const int64_t row = blockIdx.x / lane_groups / job.blocks_down;
+  const int64_t tile_row = down * (job.block_size / kTileRows) + warp * kWarpTiles +
+                           lane_of_warp / kTileThreads;
+  const bool exists = tile_row < job.tile_rows;
+  const int64_t first =
+      tile_row * kTileRows * job.width + group * kTileLanes + first_lane;
+  const Piece piece = {job.width, exists ? job.row_elements - first : 0};
+  const bool all_whole = __all_sync(kAllLanes, piece.IsWhole());
+  const char* const x = static_cast<const char*>(job.x) +
+                        (row * job.row_elements + first) * ElementNbytes(kType);
+
+  TileValues<kType> values;
+  values.Load(x, piece, all_whole, job.aligned_x);
+
+  Range ranges[kThreadLanes];
+  DAFJAX_UNROLL
+  for (int i = 0; i < kThreadLanes; ++i) ranges[i] = Range::Empty();
+  uint32_t unusual = 0;  // lanes with values that are not finite
+  uint32_t checksum = ScanTile(
+      values, piece, all_whole, [&](int, int i) -> Range& { return ranges[i]; },
+      [&](int, int i) { unusual |= 1u << (first_lane + i); });
+  checksum = TileSum(checksum);
+  DAFJAX_UNROLL
+  for (int step = kTileThreads; step < kWarpLanes; step *= 2) {
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) ranges[i].Add(ShuffleXor(ranges[i], step));
+  }
+  DAFJAX_UNROLL
+  for (int step = 1; step < kWarpLanes; step *= 2) {
+    unusual |= __shfl_xor_sync(kAllLanes, unusual, step);
+  }
+  if (lane_of_warp < kTileThreads) {
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) {
+      shared.lo[warp * kTileLanes + first_lane + i] = ranges[i].lo;
+      shared.hi[warp * kTileLanes + first_lane + i] = ranges[i].hi;
+    }
+    if (lane_of_warp == 0) shared.unusual[warp] = unusual;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const int64_t block = (row * job.blocks_down + down) * job.width + group * kTileLanes;
+    ComputeColumnParameters<kType, kBits>(shared, num_warps, lane_of_warp,
+                                          job.scale + block, job.minimum + block);
+  }
+  __syncthreads();
+
+  RowParameters of_lanes;
+  DAFJAX_UNROLL
+  for (int i = 0; i < kThreadLanes; ++i) {
+    of_lanes.negative_start[i] = shared.negative_start[first_lane + i];
+    of_lanes.inverse[i] = shared.inverse[first_lane + i];
+  }
+  const uint32_t flags = *shared.flagged;
+  of_lanes.flagged = flags >> first_lane & 0xf;
+  const int64_t tile = tile_row * lane_groups + group;
+  const int64_t num_tiles = job.tile_rows * lane_groups;
+  LaneNoise noise;
+  noise.Start(job.rounding, tile, checksum, first_lane);
+  const auto parameters_of = [&](int) { return of_lanes; };
+  const CodesOfThread<uint16_t> to = {
+      {job.codes + row * WordsOfTiles(num_tiles, kBits), num_tiles, job.aligned_codes},
+      tile,
+      first_lane,
+      exists};
+  if (all_whole && flags == 0) {
+    EncodeTile<kType, kBits, false>(values, piece, parameters_of, noise, to);
+  } else {
+    EncodeTile<kType, kBits, true>(values, piece, parameters_of, noise, to);
+  }
+}
+
+}  // namespace dafjax
+
+#endif  // DAFJAX_CUDA_PACK_COLUMNS_H_

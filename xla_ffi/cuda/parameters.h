@@ -1,0 +1,88 @@
+#ifndef DAFJAX_CUDA_PARAMETERS_H_
+#define DAFJAX_CUDA_PARAMETERS_H_
+
+#include <cstdint>
+
+#include "cuda/device.h"
+#include "format/affine.h"
+#include "format/float_type.h"
+
+namespace dafjax {
+
+// The range of some values: of the finite ones, and whether there are others.
+struct Range {
+  float lo;  // +Inf if there is no finite value
+  float hi;  // -Inf
+
+  static DAFJAX_DEVICE Range Empty() {
+    return {__uint_as_float(0x7f800000), __uint_as_float(0xff800000)};
+  }
+  DAFJAX_DEVICE void Add(const Range& other) {
+    lo = fminf(lo, other.lo);
+    hi = fmaxf(hi, other.hi);
+  }
+};
+
+// What the elements of a block are encoded with, and what is stored.
+struct BlockParameters {
+  float negative_start;
+  float inverse;
+  uint32_t scale;  // bfloat16
+  uint32_t minimum;
+};
+
+// `v` rounded to bfloat16 towards minus infinity.
+DAFJAX_DEVICE float RoundDown(float v) {
+  const uint32_t bits = __float_as_uint(v);
+  return __uint_as_float((bits + (0xffff & (0 - (bits >> 31)))) & 0xffff0000);
+}
+
+// `v` rounded to bfloat16 towards plus infinity.
+DAFJAX_DEVICE float RoundUp(float v) {
+  const uint32_t bits = __float_as_uint(v);
+  return __uint_as_float((bits + (0xffff & ((bits >> 31) - 1))) & 0xffff0000);
+}
+
+// 2^exponent, for normal numbers.
+DAFJAX_DEVICE float PowerOfTwo(int exponent) {
+  return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
+}
+
+// 2 / levels; 0 if there are none: the scale is then 0.
+constexpr float InverseHalfLevels(int bits) {
+  return bits == 0 ? 0.0f : static_cast<float>(2.0 / ((1 << bits) - 1));
+}
+
+// README.md section 2, in its order. In a flagged block one bit less than `kBits` counts.
+template <FloatType kType, int kBits>
+DAFJAX_DEVICE BlockParameters ParametersOf(const Range& range, bool flagged) {
+  constexpr float kLowest = LowestMinimum(kType);
+  constexpr float kHalfLimit = 0.5f * LargestDecoded(kType);
+  constexpr float kInverse = InverseHalfLevels(kBits);
+  constexpr float kFlaggedInverse = InverseHalfLevels(kBits - 1);
+  const int fraction = 16 - kBits + (flagged ? 1 : 0);
+  const float inverse_half_levels = flagged ? kFlaggedInverse : kInverse;
+  const bool any = range.lo <= range.hi;
+  // Adding 0 takes subnormals and -0 to +0.
+  const float lo = any ? range.lo + 0.0f : 0.0f;
+  const float hi = any ? range.hi + 0.0f : 0.0f;
+  const float down = RoundDown(lo);
+  const float zero = down > kLowest ? down : kLowest;
+  const float half_zero = 0.5f * zero;
+  const float widest = (kHalfLimit - half_zero) * inverse_half_levels;
+  const float cap = RoundDown(widest < kMaxBFloat16 ? widest : kMaxBFloat16);
+  const float up = RoundUp((0.5f * hi - half_zero) * inverse_half_levels);
+  const float wanted = up < cap ? up : cap;
+  const bool constant = wanted < kSmallestScale;
+  const float scale = constant ? 0.0f : wanted;
+  BlockParameters parameters;
+  parameters.inverse = constant ? 0.0f : __fdiv_rn(PowerOfTwo(fraction), wanted);
+  parameters.negative_start = scale * PowerOfTwo(-fraction - 1) - zero;
+  parameters.scale = __float_as_uint(scale) >> 16 | (flagged ? kFlaggedBit : 0);
+  parameters.minimum = __float_as_uint(zero) >> 16;
+  return parameters;
+}
+
+}  // namespace dafjax
+
+#endif  // DAFJAX_CUDA_PARAMETERS_H_

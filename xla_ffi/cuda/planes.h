@@ -1,0 +1,126 @@
+#ifndef DAFJAX_CUDA_PLANES_H_
+#define DAFJAX_CUDA_PLANES_H_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/device.h"
+#include "cuda/tile_values.h"
+#include "format/packed.h"
+
+namespace dafjax {
+
+// Four words of a plane, for the thread's lanes: two in each half of an uint2.
+DAFJAX_DEVICE uint2 LoadWords(const uint16_t* from, bool aligned) {
+  if (aligned) return *reinterpret_cast<const uint2*>(from);
+  return make_uint2(from[0] | uint32_t{from[1]} << 16,
+                    from[2] | uint32_t{from[3]} << 16);
+}
+
+DAFJAX_DEVICE void StoreWords(uint16_t* to, bool aligned, uint2 words) {
+  if (aligned) {
+    *reinterpret_cast<uint2*>(to) = words;
+    return;
+  }
+  to[0] = static_cast<uint16_t>(words.x);
+  to[1] = static_cast<uint16_t>(words.x >> 16);
+  to[2] = static_cast<uint16_t>(words.y);
+  to[3] = static_cast<uint16_t>(words.y >> 16);
+}
+
+// Where the planes of the codes of one array row are.
+template <typename Word>
+struct CodesOfRow {
+  // The words of plane `kPlane`, in tile `tile`, for the lanes from `lane` on.
+  template <int kBits, int kPlane>
+  DAFJAX_DEVICE Word* At(int64_t tile, int lane) const {
+    constexpr int kAbove = PlanesOf(kBits).Above(kPlane);
+    constexpr int kWidth = PlanesOf(kBits).widths[kPlane];
+    return words + kTileLanes * (kAbove * num_tiles + kWidth * tile) + lane;
+  }
+
+  Word* words;
+  int64_t num_tiles;
+  bool aligned;  // to four words
+};
+
+// Where a thread's words are.
+template <typename Word>
+struct CodesOfThread {
+  CodesOfRow<Word> row;
+  int64_t tile;
+  int lane;
+  bool exists;  // otherwise nothing is stored
+};
+
+template <int kBits, int kPlane>
+struct Plane {
+  static constexpr int kWidth = PlanesOf(kBits).widths[kPlane];
+  static constexpr int kBelow = kBits - PlanesOf(kBits).Above(kPlane) - kWidth;
+  static constexpr int kFields = 16 / kWidth;
+  static constexpr uint32_t kMask = ((1u << kWidth) - 1) * 0x00010001;
+};
+
+// Takes codes row by row and stores the words of planes as soon as they are full. Codes
+// come in pairs of neighboring lanes, one in each half.
+template <int kBits, int kPlane = 0>
+struct PlaneWriter {
+  using P = Plane<kBits, kPlane>;
+
+  // After unrolling `row` is known, and so is what this does.
+  DAFJAX_DEVICE void AddRow(int row, uint2 codes, const CodesOfThread<uint16_t>& to) {
+    const int place = row % P::kFields;
+    const uint2 fields =
+        make_uint2((codes.x >> P::kBelow & P::kMask) << place * P::kWidth,
+                   (codes.y >> P::kBelow & P::kMask) << place * P::kWidth);
+    words = place == 0 ? fields : make_uint2(words.x | fields.x, words.y | fields.y);
+    if (place == P::kFields - 1 && to.exists) {
+      uint16_t* const plane = to.row.template At<kBits, kPlane>(to.tile, to.lane);
+      StoreWords(plane + row / P::kFields * kTileLanes, to.row.aligned, words);
+    }
+    if constexpr (kPlane + 1 < PlanesOf(kBits).count) lower.AddRow(row, codes, to);
+  }
+
+  struct Nothing {};
+  static constexpr bool kIsLast = kPlane + 1 >= PlanesOf(kBits).count;
+  uint2 words = {0, 0};
+  std::conditional_t<kIsLast, Nothing, PlaneWriter<kBits, kIsLast ? 0 : kPlane + 1>> lower;
+};
+
+// Gives codes row by row, in pairs as PlaneWriter takes them.
+template <int kBits, int kPlane = 0>
+struct PlaneReader {
+  using P = Plane<kBits, kPlane>;
+  static constexpr int kWords = kTileRows / P::kFields;
+
+  // Of a tile that exists.
+  DAFJAX_DEVICE void Load(const CodesOfThread<const uint16_t>& from) {
+    const uint16_t* const plane = from.row.template At<kBits, kPlane>(from.tile, from.lane);
+    DAFJAX_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = LoadWords(plane + i * kTileLanes, from.row.aligned);
+    }
+    if constexpr (!kIsLast) lower.Load(from);
+  }
+
+  DAFJAX_DEVICE uint2 Row(int row) const {
+    const uint2 of_row = words[row / P::kFields];
+    const int shift = row % P::kFields * P::kWidth;
+    uint2 codes = make_uint2((of_row.x >> shift & P::kMask) << P::kBelow,
+                             (of_row.y >> shift & P::kMask) << P::kBelow);
+    if constexpr (!kIsLast) {
+      const uint2 rest = lower.Row(row);
+      codes = make_uint2(codes.x | rest.x, codes.y | rest.y);
+    }
+    return codes;
+  }
+
+  struct Nothing {};
+  static constexpr bool kIsLast = kPlane + 1 >= PlanesOf(kBits).count;
+  uint2 words[kWords];
+  std::conditional_t<kIsLast, Nothing, PlaneReader<kBits, kIsLast ? 0 : kPlane + 1>> lower;
+};
+
+}  // namespace dafjax
+
+#endif  // DAFJAX_CUDA_PLANES_H_
