@@ -16,6 +16,7 @@
 #define DAFJAX_DEVICE __device__ __forceinline__
 #define DAFJAX_KERNEL(max_threads) __global__ void __launch_bounds__(max_threads)
 #define DAFJAX_UNROLL _Pragma("unroll")
+#define DAFJAX_NO_UNROLL _Pragma("unroll 1")
 #define DAFJAX_SHARED(type, name, count) __shared__ type name[count]
 #define DAFJAX_LAUNCH(kernel, blocks, threads, stream, ...)         \
   (kernel<<<(blocks), (threads), 0, (stream)>>>(__VA_ARGS__),       \
@@ -28,6 +29,7 @@
 #define DAFJAX_DEVICE inline
 #define DAFJAX_KERNEL(max_threads) void
 #define DAFJAX_UNROLL
+#define DAFJAX_NO_UNROLL
 #define DAFJAX_SHARED(type, name, count)                                             \
   type* const name = static_cast<type*>(::dafjax::simulator::SharedArray(           \
       sizeof(type) * (count), {__FILE__, __LINE__}))

@@ -77,42 +77,58 @@ DAFJAX_DEVICE uint32_t CodeOfNonFinite(float v) {
   }
 }
 
-// Codes of one row of a tile, in pairs. kCareful: some elements may be padding, or not
-// finite, or in flagged blocks.
-template <FloatType kType, int kBits, bool kCareful>
-DAFJAX_DEVICE uint2 EncodeRow(const FourValues<kType>& values,
-                              const RowParameters& parameters, const LaneNoise& noise,
-                              int num_present) {
-  uint32_t codes[kThreadLanes];
-  DAFJAX_UNROLL
-  for (int i = 0; i < kThreadLanes; ++i) {
-    const float v = values.Widened(i);
-    int fraction = 16 - kBits;
-    if constexpr (kCareful) fraction += static_cast<int>(parameters.flagged >> i & 1);
-    codes[i] = CodeOfFinite(v, parameters.negative_start[i], parameters.inverse[i],
-                            noise.Of(i, fraction), fraction);
-    if constexpr (kCareful) {
-      if (!IsFinite(v)) codes[i] = CodeOfNonFinite<kBits>(v);
-      if (i >= num_present) codes[i] = 0;
-    }
-  }
+DAFJAX_DEVICE uint2 JoinCodes(const uint32_t (&codes)[kThreadLanes]) {
   return make_uint2(codes[0] | codes[1] << 16, codes[2] | codes[3] << 16);
 }
 
-// Encodes what a thread has of a tile. `parameters_of(row)` gives RowParameters; all
-// lanes of the warp ask together.
-template <FloatType kType, int kBits, bool kCareful, typename ParametersOfRow>
-DAFJAX_DEVICE void EncodeTile(const TileValues<kType>& values, const Piece& piece,
+// Encodes what a thread has of a tile: finite values of blocks that are not flagged, no
+// padding. `parameters_of(row)` gives RowParameters; all lanes of the warp ask together.
+template <int kBits, typename ParametersOfRow>
+DAFJAX_DEVICE void EncodeTile(const TileValues& values,
                               const ParametersOfRow& parameters_of, LaneNoise noise,
                               const CodesOfThread<uint16_t>& to) {
   PlaneWriter<kBits> writer;
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
-    const int present = kCareful ? piece.NumPresent(row) : kThreadLanes;
-    writer.AddRow(row,
-                  EncodeRow<kType, kBits, kCareful>(values.rows[row], parameters_of(row),
-                                                    noise, present),
-                  to);
+    const RowParameters of_row = parameters_of(row);
+    uint32_t codes[kThreadLanes];
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) {
+      codes[i] = CodeOfFinite(values.v[row][i], of_row.negative_start[i],
+                              of_row.inverse[i], noise.Of(i, 16 - kBits), 16 - kBits);
+    }
+    writer.AddRow(row, JoinCodes(codes), to);
+    noise.GoToNextRow();
+  }
+}
+
+// EncodeTile for whatever there is: values that are not finite, padding. Loads again, row
+// by row: this is rare, and is not to cost code or registers. `x` begins with the thread's
+// first element.
+template <int kBits, typename ParametersOfRow>
+DAFJAX_DEVICE void EncodeTileWithFlags(const ConstFloatArray& x, const Piece& piece,
+                                       const ParametersOfRow& parameters_of,
+                                       LaneNoise noise,
+                                       const CodesOfThread<uint16_t>& to) {
+  PlaneWriter<kBits> writer;
+  DAFJAX_NO_UNROLL
+  for (int row = 0; row < kTileRows; ++row) {
+    const RowParameters of_row = parameters_of(row);
+    const int present = piece.NumPresent(row);
+    uint32_t codes[kThreadLanes];
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) {
+      codes[i] = 0;
+      if (i < present) {
+        const float v = LoadValue(x, row * piece.stride + i);
+        const int fraction = 16 - kBits + static_cast<int>(of_row.flagged >> i & 1);
+        codes[i] = IsFinite(v) ? CodeOfFinite(v, of_row.negative_start[i],
+                                              of_row.inverse[i], noise.Of(i, fraction),
+                                              fraction)
+                               : CodeOfNonFinite<kBits>(v);
+      }
+    }
+    writer.AddRow(row, JoinCodes(codes), to);
     noise.GoToNextRow();
   }
 }

@@ -17,16 +17,11 @@ namespace {
 struct Pack {
   Stream stream;
   DeviceRounding rounding;
-  const void* x;
+  ConstFloatArray x;
   DeviceCodes packed;
 };
 
-bool IsAlignedX(const AffineShape& shape, const void* x) {
-  return AreAlignedRows(x, shape.num_rows, shape.row_elements,
-                        ElementNbytes(shape.type));
-}
-
-template <FloatType kType, int kBits>
+template <int kBits>
 Failure PackRows(const AffineShape& shape, const Pack& pack) {
   const int64_t tiles = shape.NumTiles();
   const bool in_pairs = shape.block_size > kTileElements;
@@ -44,13 +39,12 @@ Failure PackRows(const AffineShape& shape, const Pack& pack) {
                            slots,
                            shape.NumBlocks(),
                            static_cast<int>(shape.block_size / kStripElements),
-                           IsAlignedX(shape, pack.x),
                            IsAligned(pack.packed.codes, 8)};
-  return DAFJAX_LAUNCH((PackRowsKernel<kType, kBits>), static_cast<unsigned>(blocks),
+  return DAFJAX_LAUNCH(PackRowsKernel<kBits>, static_cast<unsigned>(blocks),
                        kPackRowsThreads, pack.stream, job);
 }
 
-template <FloatType kType, int kBits>
+template <int kBits>
 Failure PackColumns(const AffineShape& shape, const Pack& pack) {
   const ColumnLayout layout(shape.row_elements, shape.columns);
   const int64_t down = CeilDiv(layout.num_rows, shape.block_size);
@@ -66,30 +60,18 @@ Failure PackColumns(const AffineShape& shape, const Pack& pack) {
                               layout.width,
                               CeilDiv(layout.num_rows, kTileRows),
                               down,
-                              IsAlignedX(shape, pack.x),
-                              IsAligned(pack.packed.codes, 8)};
+                                 IsAligned(pack.packed.codes, 8)};
   const int64_t rows =
       layout.num_rows < shape.block_size ? layout.num_rows : shape.block_size;
   const int threads = static_cast<int>(CeilDiv(rows, kWarpRows)) * kWarpLanes;
-  return DAFJAX_LAUNCH((PackColumnsKernel<kType, kBits>), static_cast<unsigned>(blocks),
+  return DAFJAX_LAUNCH(PackColumnsKernel<kBits>, static_cast<unsigned>(blocks),
                        threads, pack.stream, job);
 }
 
-template <FloatType kType, int kBits>
+template <int kBits>
 Failure PackAs(const AffineShape& shape, const Pack& pack) {
-  return shape.columns == 0 ? PackRows<kType, kBits>(shape, pack)
-                            : PackColumns<kType, kBits>(shape, pack);
-}
-
-template <FloatType kType>
-Failure PackOfType(const AffineShape& shape, const Pack& pack) {
-  switch (shape.bits) {
-    case 1: return PackAs<kType, 1>(shape, pack);
-    case 2: return PackAs<kType, 2>(shape, pack);
-    case 3: return PackAs<kType, 3>(shape, pack);
-    case 4: return PackAs<kType, 4>(shape, pack);
-    default: return PackAs<kType, 8>(shape, pack);
-  }
+  return shape.columns == 0 ? PackRows<kBits>(shape, pack)
+                            : PackColumns<kBits>(shape, pack);
 }
 
 }  // namespace
@@ -98,11 +80,18 @@ Failure PackAffineOnDevice(Stream stream, const AffineShape& shape, bool stochas
                            const uint32_t* seed, const void* x,
                            const DeviceCodes& packed) {
   if (shape.num_rows * shape.row_elements == 0) return FillEmptyGraph(stream);
-  const Pack pack = {stream, {stochastic, seed}, x, packed};
-  switch (shape.type) {
-    case FloatType::kFloat32: return PackOfType<FloatType::kFloat32>(shape, pack);
-    case FloatType::kBFloat16: return PackOfType<FloatType::kBFloat16>(shape, pack);
-    default: return PackOfType<FloatType::kFloat16>(shape, pack);
+  const Pack pack = {stream,
+                     {stochastic, seed},
+                     {static_cast<const char*>(x), shape.type,
+                      AreAlignedRows(x, shape.num_rows, shape.row_elements,
+                                     ElementNbytes(shape.type))},
+                     packed};
+  switch (shape.bits) {
+    case 1: return PackAs<1>(shape, pack);
+    case 2: return PackAs<2>(shape, pack);
+    case 3: return PackAs<3>(shape, pack);
+    case 4: return PackAs<4>(shape, pack);
+    default: return PackAs<8>(shape, pack);
   }
 }
 

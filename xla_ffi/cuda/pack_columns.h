@@ -23,7 +23,7 @@ inline constexpr int kMaxPackColumnsWarps = kMaxBlockSize / kWarpRows;
 inline constexpr int kPackColumnsThreads = kMaxPackColumnsWarps * kWarpLanes;  // at most
 
 struct PackColumnsJob {
-  const void* x;
+  ConstFloatArray x;
   uint16_t* codes;
   uint16_t* scale;
   uint16_t* minimum;
@@ -33,7 +33,6 @@ struct PackColumnsJob {
   int64_t width;      // of a folded row
   int64_t tile_rows;  // rows of tiles
   int64_t blocks_down;
-  bool aligned_x;
   bool aligned_codes;
 };
 
@@ -49,9 +48,9 @@ struct SharedLanes {
 };
 
 // Computes the parameters of the 32 blocks, one in each lane of the first warp.
-template <FloatType kType, int kBits>
-DAFJAX_DEVICE void ComputeColumnParameters(const SharedLanes& shared, int num_warps,
-                                           int lane, uint16_t* scale,
+template <int kBits>
+DAFJAX_DEVICE void ComputeColumnParameters(FloatType type, const SharedLanes& shared,
+                                           int num_warps, int lane, uint16_t* scale,
                                            uint16_t* minimum) {
   Range range = Range::Empty();
   uint32_t unusual = 0;
@@ -60,7 +59,7 @@ DAFJAX_DEVICE void ComputeColumnParameters(const SharedLanes& shared, int num_wa
     unusual |= shared.unusual[w];
   }
   const bool flagged = (unusual >> lane & 1) != 0;
-  const BlockParameters parameters = ParametersOf<kType, kBits>(range, flagged);
+  const BlockParameters parameters = ParametersOf<kBits>(type, range, flagged);
   scale[lane] = static_cast<uint16_t>(parameters.scale);
   minimum[lane] = static_cast<uint16_t>(parameters.minimum);
   shared.negative_start[lane] = parameters.negative_start;
@@ -68,7 +67,7 @@ DAFJAX_DEVICE void ComputeColumnParameters(const SharedLanes& shared, int num_wa
   if (lane == 0) *shared.flagged = unusual;
 }
 
-template <FloatType kType, int kBits>
+template <int kBits>
 DAFJAX_KERNEL(kPackColumnsThreads)
 PackColumnsKernel(const PackColumnsJob job) {
   DAFJAX_SHARED(float, shared_lo, kMaxPackColumnsWarps * kTileLanes);
@@ -97,20 +96,22 @@ PackColumnsKernel(const PackColumnsJob job) {
       tile_row * kTileRows * job.width + group * kTileLanes + first_lane;
   const Piece piece = {job.width, exists ? job.row_elements - first : 0};
   const bool all_whole = __all_sync(kAllLanes, piece.IsWhole());
-  const char* const x = static_cast<const char*>(job.x) +
-                        (row * job.row_elements + first) * ElementNbytes(kType);
+  const ConstFloatArray x = job.x.From(row * job.row_elements + first);
 
-  TileValues<kType> values;
-  values.Load(x, piece, all_whole, job.aligned_x);
+  TileValues values;
+  values.Load(x, piece, all_whole);
 
   Range ranges[kThreadLanes];
   DAFJAX_UNROLL
   for (int i = 0; i < kThreadLanes; ++i) ranges[i] = Range::Empty();
   uint32_t unusual = 0;  // lanes with values that are not finite
-  uint32_t checksum = ScanTile(
-      values, piece, all_whole, [&](int, int i) -> Range& { return ranges[i]; },
-      [&](int, int i) { unusual |= 1u << (first_lane + i); });
-  checksum = TileSum(checksum);
+  const auto mark_lane = [&](int, int i) { unusual |= 1u << (first_lane + i); };
+  const uint32_t checksum = TileSum(ScanTile(
+      values, [&](int, int i) -> Range& { return ranges[i]; }, mark_lane));
+  if (!all_whole) {
+    unusual = 0;
+    FindUnusual(x, piece, mark_lane);
+  }
   DAFJAX_UNROLL
   for (int step = kTileThreads; step < kWarpLanes; step *= 2) {
     DAFJAX_UNROLL
@@ -131,8 +132,8 @@ PackColumnsKernel(const PackColumnsJob job) {
   __syncthreads();
   if (warp == 0) {
     const int64_t block = (row * job.blocks_down + down) * job.width + group * kTileLanes;
-    ComputeColumnParameters<kType, kBits>(shared, num_warps, lane_of_warp,
-                                          job.scale + block, job.minimum + block);
+    ComputeColumnParameters<kBits>(x.type, shared, num_warps, lane_of_warp,
+                                   job.scale + block, job.minimum + block);
   }
   __syncthreads();
 
@@ -155,9 +156,9 @@ PackColumnsKernel(const PackColumnsJob job) {
       first_lane,
       exists};
   if (all_whole && flags == 0) {
-    EncodeTile<kType, kBits, false>(values, piece, parameters_of, noise, to);
+    EncodeTile<kBits>(values, parameters_of, noise, to);
   } else {
-    EncodeTile<kType, kBits, true>(values, piece, parameters_of, noise, to);
+    EncodeTileWithFlags<kBits>(x, piece, parameters_of, noise, to);
   }
 }
 

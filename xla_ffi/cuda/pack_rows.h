@@ -10,7 +10,6 @@
 #include "cuda/scan.h"
 #include "cuda/tile_values.h"
 #include "format/affine.h"
-#include "format/float_type.h"
 #include "format/packed.h"
 
 namespace dafjax {
@@ -25,7 +24,7 @@ inline constexpr int kStripRows = kStripElements / kTileLanes;
 static_assert(kTileElements / kStripElements == kTileThreads);
 
 struct PackRowsJob {
-  const void* x;
+  ConstFloatArray x;
   uint16_t* codes;
   uint16_t* scale;
   uint16_t* minimum;
@@ -36,7 +35,6 @@ struct PackRowsJob {
   int64_t slots_per_row;  // tiles, and one more if blocks have two and the number is odd
   int64_t blocks_per_row;
   int strips_per_block;
-  bool aligned_x;
   bool aligned_codes;
 };
 
@@ -66,7 +64,7 @@ DAFJAX_DEVICE uint32_t TileUnion(uint32_t bits) {
   return bits;
 }
 
-template <FloatType kType, int kBits>
+template <int kBits>
 DAFJAX_KERNEL(kPackRowsThreads)
 PackRowsKernel(const PackRowsJob job) {
   const int lane_of_warp = static_cast<int>(threadIdx.x) % kWarpLanes;
@@ -80,21 +78,23 @@ PackRowsKernel(const PackRowsJob job) {
   const int64_t first = tile * kTileElements + first_lane;
   const Piece piece = {kTileLanes, exists ? job.row_elements - first : 0};
   const bool all_whole = __all_sync(kAllLanes, piece.IsWhole());
-  const char* const x = static_cast<const char*>(job.x) +
-                        (row * job.row_elements + first) * ElementNbytes(kType);
+  const ConstFloatArray x = job.x.From(row * job.row_elements + first);
 
-  TileValues<kType> values;
-  values.Load(x, piece, all_whole, job.aligned_x);
+  TileValues values;
+  values.Load(x, piece, all_whole);
 
   Range ranges[kTileThreads];
   DAFJAX_UNROLL
   for (int i = 0; i < kTileThreads; ++i) ranges[i] = Range::Empty();
   uint32_t unusual = 0;  // strips with values that are not finite
-  uint32_t checksum = ScanTile(
-      values, piece, all_whole,
-      [&](int r, int) -> Range& { return ranges[r / kStripRows]; },
-      [&](int r, int) { unusual |= 1u << r / kStripRows; });
-  checksum = TileSum(checksum);
+  const auto mark_strip = [&](int r, int) { unusual |= 1u << r / kStripRows; };
+  const uint32_t checksum = TileSum(ScanTile(
+      values, [&](int r, int) -> Range& { return ranges[r / kStripRows]; },
+      mark_strip));
+  if (!all_whole) {
+    unusual = 0;
+    FindUnusual(x, piece, mark_strip);
+  }
   unusual = TileUnion(unusual);
 
   Range range = RangeOfOwnStrip(ranges, part);
@@ -112,7 +112,7 @@ PackRowsKernel(const PackRowsJob job) {
     const bool other = __shfl_xor_sync(kAllLanes, static_cast<int>(flagged), kTileThreads);
     flagged = flagged || other;
   }
-  const BlockParameters parameters = ParametersOf<kType, kBits>(range, flagged);
+  const BlockParameters parameters = ParametersOf<kBits>(x.type, range, flagged);
 
   const int64_t strip = tile * kTileThreads + part;
   const int64_t block = strip / strips;
@@ -148,9 +148,9 @@ PackRowsKernel(const PackRowsJob job) {
       first_lane,
       exists};
   if (all_whole && flags == 0) {
-    EncodeTile<kType, kBits, false>(values, piece, parameters_of, noise, to);
+    EncodeTile<kBits>(values, parameters_of, noise, to);
   } else {
-    EncodeTile<kType, kBits, true>(values, piece, parameters_of, noise, to);
+    EncodeTileWithFlags<kBits>(x, piece, parameters_of, noise, to);
   }
 }
 

@@ -54,10 +54,11 @@ constexpr float InverseHalfLevels(int bits) {
 }
 
 // README.md section 2, in its order. In a flagged block one bit less than `kBits` counts.
-template <FloatType kType, int kBits>
-DAFJAX_DEVICE BlockParameters ParametersOf(const Range& range, bool flagged) {
-  constexpr float kLowest = LowestMinimum(kType);
-  constexpr float kHalfLimit = 0.5f * LargestDecoded(kType);
+template <int kBits>
+DAFJAX_DEVICE BlockParameters ParametersOf(FloatType type, const Range& range,
+                                           bool flagged) {
+  const float lowest = LowestMinimum(type);
+  const float half_limit = 0.5f * LargestDecoded(type);
   constexpr float kInverse = InverseHalfLevels(kBits);
   constexpr float kFlaggedInverse = InverseHalfLevels(kBits - 1);
   const int fraction = 16 - kBits + (flagged ? 1 : 0);
@@ -67,9 +68,9 @@ DAFJAX_DEVICE BlockParameters ParametersOf(const Range& range, bool flagged) {
   const float lo = any ? range.lo + 0.0f : 0.0f;
   const float hi = any ? range.hi + 0.0f : 0.0f;
   const float down = RoundDown(lo);
-  const float zero = down > kLowest ? down : kLowest;
+  const float zero = down > lowest ? down : lowest;
   const float half_zero = 0.5f * zero;
-  const float widest = (kHalfLimit - half_zero) * inverse_half_levels;
+  const float widest = (half_limit - half_zero) * inverse_half_levels;
   const float cap = RoundDown(widest < kMaxBFloat16 ? widest : kMaxBFloat16);
   const float up = RoundUp((0.5f * hi - half_zero) * inverse_half_levels);
   const float wanted = up < cap ? up : cap;

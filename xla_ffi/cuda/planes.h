@@ -93,7 +93,6 @@ struct PlaneReader {
   using P = Plane<kBits, kPlane>;
   static constexpr int kWords = kTileRows / P::kFields;
 
-  // Of a tile that exists.
   DAFJAX_DEVICE void Load(const CodesOfThread<const uint16_t>& from) {
     const uint16_t* const plane = from.row.template At<kBits, kPlane>(from.tile, from.lane);
     DAFJAX_UNROLL
@@ -120,6 +119,23 @@ struct PlaneReader {
   uint2 words[kWords];
   std::conditional_t<kIsLast, Nothing, PlaneReader<kBits, kIsLast ? 0 : kPlane + 1>> lower;
 };
+
+// The codes of one row, as PlaneReader gives them.
+template <int kBits, int kPlane = 0>
+DAFJAX_DEVICE uint2 LoadCodes(int row, const CodesOfThread<const uint16_t>& from) {
+  using P = Plane<kBits, kPlane>;
+  const uint16_t* const plane = from.row.template At<kBits, kPlane>(from.tile, from.lane);
+  const uint2 words =
+      LoadWords(plane + row / P::kFields * kTileLanes, from.row.aligned);
+  const int shift = row % P::kFields * P::kWidth;
+  uint2 codes = make_uint2((words.x >> shift & P::kMask) << P::kBelow,
+                           (words.y >> shift & P::kMask) << P::kBelow);
+  if constexpr (kPlane + 1 < PlanesOf(kBits).count) {
+    const uint2 rest = LoadCodes<kBits, kPlane + 1>(row, from);
+    codes = make_uint2(codes.x | rest.x, codes.y | rest.y);
+  }
+  return codes;
+}
 
 }  // namespace dafjax
 

@@ -6,37 +6,44 @@
 #include "cuda/device.h"
 #include "cuda/parameters.h"
 #include "cuda/tile_values.h"
-#include "format/affine.h"
-#include "format/float_type.h"
 
 namespace dafjax {
 
-// Takes the finite ones of a thread's values into ranges, and into its part of the tile's
-// checksum. `range_of(row, i)` is where value `i` of row `row` belongs, and
-// `unusual(row, i)` is called where there is one that is not finite.
-template <FloatType kType, typename RangeOf, typename Unusual>
-DAFJAX_DEVICE uint32_t ScanTile(const TileValues<kType>& values, const Piece& piece,
-                                bool all_whole, const RangeOf& range_of,
+// Takes the finite ones of a thread's values into the ranges `range_of(row, i)`. Returns
+// their part of the tile's checksum. Calls `unusual(row, i)` for all others, padding too.
+template <typename RangeOf, typename Unusual>
+DAFJAX_DEVICE uint32_t ScanTile(const TileValues& values, const RangeOf& range_of,
                                 const Unusual& unusual) {
   uint32_t checksum = 0;
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
-    const int present = all_whole ? kThreadLanes : piece.NumPresent(row);
     DAFJAX_UNROLL
     for (int i = 0; i < kThreadLanes; ++i) {
-      const float v = values.rows[row].Widened(i);
-      const bool finite = IsFinite(v);
-      if (i < present) {
-        if (finite) {
-          range_of(row, i).Add({v, v});
-          if (row % 2 == 0) checksum += __float_as_uint(v);
-        } else {
-          unusual(row, i);
-        }
+      const float v = values.v[row][i];
+      if (IsFinite(v)) {
+        range_of(row, i).Add({v, v});
+        if (row % 2 == 0) checksum += __float_as_uint(v);
+      } else {
+        unusual(row, i);
       }
     }
   }
   return checksum;
+}
+
+// Calls `unusual(row, i)` for values that are not finite, apart from padding. Loads again,
+// as EncodeTileWithFlags does.
+template <typename Unusual>
+DAFJAX_DEVICE void FindUnusual(const ConstFloatArray& x, const Piece& piece,
+                               const Unusual& unusual) {
+  DAFJAX_NO_UNROLL
+  for (int row = 0; row < kTileRows; ++row) {
+    const int present = piece.NumPresent(row);
+    DAFJAX_NO_UNROLL
+    for (int i = 0; i < present; ++i) {
+      if (!IsFinite(LoadValue(x, row * piece.stride + i))) unusual(row, i);
+    }
+  }
 }
 
 // The sum over the threads of a tile.

@@ -34,167 +34,113 @@ struct Piece {
   }
 };
 
-// Four neighboring values as they are in memory.
-template <FloatType kType>
-struct FourValues {
-  static constexpr int kWords = kType == FloatType::kFloat32 ? 4 : 2;
+// Values in memory. Dtypes are told apart while a kernel runs: compiled for each, there
+// would be three times as many kernels, and they wait for memory anyway.
+template <typename Byte>
+struct FloatArray {
+  Byte* data;
+  FloatType type;
+  bool aligned;  // four elements can be moved at a time, wherever a tile begins
 
-  // Exact.
-  DAFJAX_DEVICE float Widened(int i) const {
-    if constexpr (kType == FloatType::kFloat32) {
-      return __uint_as_float(words[i]);
-    } else if constexpr (kType == FloatType::kBFloat16) {
-      return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16
-                                        : words[i / 2] & 0xffff0000);
-    } else {
-      return WidenFloat16(i % 2 == 0 ? words[i / 2] & 0xffff : words[i / 2] >> 16);
-    }
+  DAFJAX_DEVICE FloatArray From(int64_t element) const {
+    return {data + element * ElementNbytes(type), type, aligned};
   }
-
-  // Rounds to nearest, ties to even. `v` are finite.
-  DAFJAX_DEVICE static FourValues Narrowed(const float (&v)[kThreadLanes]) {
-    FourValues four;
-    if constexpr (kType == FloatType::kFloat32) {
-      DAFJAX_UNROLL
-      for (int i = 0; i < 4; ++i) four.words[i] = __float_as_uint(v[i]);
-    } else if constexpr (kType == FloatType::kBFloat16) {
-      DAFJAX_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        four.words[i] = RoundToBFloat16(v[2 * i]) | RoundToBFloat16(v[2 * i + 1]) << 16;
-      }
-    } else {
-      DAFJAX_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        four.words[i] = RoundToFloat16(v[2 * i]) | RoundToFloat16(v[2 * i + 1]) << 16;
-      }
-    }
-    return four;
-  }
-
-  // Replaces value `i` by a number of the type whose bits are given.
-  DAFJAX_DEVICE void SetBits(int i, uint32_t bits) {
-    if constexpr (kType == FloatType::kFloat32) {
-      words[i] = bits;
-    } else {
-      const uint32_t other = words[i / 2] & (i % 2 == 0 ? 0xffff0000 : 0xffff);
-      words[i / 2] = other | (i % 2 == 0 ? bits : bits << 16);
-    }
-  }
-
-  uint32_t words[kWords];
 };
 
-// Loads four values from element `index` on. `aligned`: they are as one word of theirs.
-template <FloatType kType>
-DAFJAX_DEVICE FourValues<kType> LoadFour(const void* x, int64_t index, bool aligned) {
-  FourValues<kType> four;
-  if constexpr (kType == FloatType::kFloat32) {
-    const auto* const from = static_cast<const uint32_t*>(x) + index;
-    if (aligned) {
-      const uint4 all = *reinterpret_cast<const uint4*>(from);
-      four.words[0] = all.x;
-      four.words[1] = all.y;
-      four.words[2] = all.z;
-      four.words[3] = all.w;
-    } else {
-      DAFJAX_UNROLL
-      for (int i = 0; i < 4; ++i) four.words[i] = from[i];
-    }
+using ConstFloatArray = FloatArray<const char>;
+using MutableFloatArray = FloatArray<char>;
+
+DAFJAX_DEVICE bool IsFinite(float v) { return fabsf(v) < __uint_as_float(0x7f800000); }
+
+DAFJAX_DEVICE float WidenLower(FloatType type, uint32_t two) {
+  return type == FloatType::kBFloat16 ? __uint_as_float(two << 16)
+                                      : WidenFloat16(two & 0xffff);
+}
+
+DAFJAX_DEVICE float LoadValue(const ConstFloatArray& x, int64_t index) {
+  if (x.type == FloatType::kFloat32) {
+    return reinterpret_cast<const float*>(x.data)[index];
+  }
+  return WidenLower(x.type, reinterpret_cast<const uint16_t*>(x.data)[index]);
+}
+
+DAFJAX_DEVICE uint32_t Narrow(FloatType type, float v) {
+  return type == FloatType::kBFloat16 ? RoundToBFloat16(v) : RoundToFloat16(v);
+}
+
+// Stores bits of a value of the array's type.
+DAFJAX_DEVICE void StoreBits(const MutableFloatArray& y, int64_t index, uint32_t bits) {
+  if (y.type == FloatType::kFloat32) {
+    reinterpret_cast<uint32_t*>(y.data)[index] = bits;
   } else {
-    const auto* const from = static_cast<const uint16_t*>(x) + index;
-    if (aligned) {
-      const uint2 all = *reinterpret_cast<const uint2*>(from);
-      four.words[0] = all.x;
-      four.words[1] = all.y;
-    } else {
-      four.words[0] = from[0] | uint32_t{from[1]} << 16;
-      four.words[1] = from[2] | uint32_t{from[3]} << 16;
-    }
+    reinterpret_cast<uint16_t*>(y.data)[index] = static_cast<uint16_t>(bits);
   }
-  return four;
 }
 
-template <FloatType kType>
-DAFJAX_DEVICE uint32_t LoadOne(const void* x, int64_t index) {
-  if constexpr (kType == FloatType::kFloat32) {
-    return static_cast<const uint32_t*>(x)[index];
+// Rounds to nearest, ties to even. `v` is finite.
+DAFJAX_DEVICE void StoreValue(const MutableFloatArray& y, int64_t index, float v) {
+  StoreBits(y, index,
+            y.type == FloatType::kFloat32 ? __float_as_uint(v) : Narrow(y.type, v));
+}
+
+// Requires y.aligned.
+DAFJAX_DEVICE void StoreFour(const MutableFloatArray& y, int64_t index,
+                             const float (&v)[kThreadLanes]) {
+  if (y.type == FloatType::kFloat32) {
+    *reinterpret_cast<uint4*>(y.data + 4 * index) =
+        make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                   __float_as_uint(v[3]));
   } else {
-    return static_cast<const uint16_t*>(x)[index];
+    *reinterpret_cast<uint2*>(y.data + 2 * index) =
+        make_uint2(Narrow(y.type, v[0]) | Narrow(y.type, v[1]) << 16,
+                   Narrow(y.type, v[2]) | Narrow(y.type, v[3]) << 16);
   }
 }
 
-template <FloatType kType>
-DAFJAX_DEVICE void StoreFour(void* y, int64_t index, bool aligned,
-                             const FourValues<kType>& four) {
-  if constexpr (kType == FloatType::kFloat32) {
-    auto* const to = static_cast<uint32_t*>(y) + index;
-    if (aligned) {
-      *reinterpret_cast<uint4*>(to) =
-          make_uint4(four.words[0], four.words[1], four.words[2], four.words[3]);
-    } else {
-      DAFJAX_UNROLL
-      for (int i = 0; i < 4; ++i) to[i] = four.words[i];
-    }
-  } else {
-    auto* const to = static_cast<uint16_t*>(y) + index;
-    if (aligned) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(four.words[0], four.words[1]);
-    } else {
-      DAFJAX_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        to[i] = static_cast<uint16_t>(four.words[i / 2] >> (i % 2 * 16));
-      }
-    }
-  }
-}
-
-// Stores the first `count` of four values.
-template <FloatType kType>
-DAFJAX_DEVICE void StoreSome(void* y, int64_t index, int count,
-                             const FourValues<kType>& four) {
-  DAFJAX_UNROLL
-  for (int i = 0; i < kThreadLanes; ++i) {
-    if (i >= count) continue;
-    if constexpr (kType == FloatType::kFloat32) {
-      static_cast<uint32_t*>(y)[index + i] = four.words[i];
-    } else {
-      static_cast<uint16_t*>(y)[index + i] =
-          static_cast<uint16_t>(four.words[i / 2] >> (i % 2 * 16));
-    }
-  }
-}
-
-// What a thread holds of a tile. Padding holds zeros.
-template <FloatType kType>
+// What a thread has of a tile, widened. Padding is NaN.
 struct TileValues {
-  // `x`: the thread's first element.
-  DAFJAX_DEVICE void Load(const void* x, const Piece& piece, bool all_whole,
-                          bool aligned) {
-    if (all_whole) {
+  // `x` begins with the thread's first element. `all_whole`: of the warp's pieces none
+  // has padding.
+  DAFJAX_DEVICE void Load(const ConstFloatArray& x, const Piece& piece, bool all_whole) {
+    if (!all_whole || !x.aligned) {
+      LoadOneByOne(x, piece);
+    } else if (x.type == FloatType::kFloat32) {
       DAFJAX_UNROLL
       for (int row = 0; row < kTileRows; ++row) {
-        rows[row] = LoadFour<kType>(x, row * piece.stride, aligned);
+        const uint4 four =
+            *reinterpret_cast<const uint4*>(x.data + row * piece.stride * 4);
+        v[row][0] = __uint_as_float(four.x);
+        v[row][1] = __uint_as_float(four.y);
+        v[row][2] = __uint_as_float(four.z);
+        v[row][3] = __uint_as_float(four.w);
       }
-      return;
+    } else {
+      DAFJAX_UNROLL
+      for (int row = 0; row < kTileRows; ++row) {
+        const uint2 four =
+            *reinterpret_cast<const uint2*>(x.data + row * piece.stride * 2);
+        v[row][0] = WidenLower(x.type, four.x);
+        v[row][1] = WidenLower(x.type, four.x >> 16);
+        v[row][2] = WidenLower(x.type, four.y);
+        v[row][3] = WidenLower(x.type, four.y >> 16);
+      }
     }
+  }
+
+  DAFJAX_DEVICE void LoadOneByOne(const ConstFloatArray& x, const Piece& piece) {
     DAFJAX_UNROLL
     for (int row = 0; row < kTileRows; ++row) {
       const int present = piece.NumPresent(row);
       DAFJAX_UNROLL
-      for (int i = 0; i < FourValues<kType>::kWords; ++i) rows[row].words[i] = 0;
-      DAFJAX_UNROLL
       for (int i = 0; i < kThreadLanes; ++i) {
-        if (i < present) {
-          rows[row].SetBits(i, LoadOne<kType>(x, row * piece.stride + i));
-        }
+        v[row][i] = __uint_as_float(0x7fc00000);
+        if (i < present) v[row][i] = LoadValue(x, row * piece.stride + i);
       }
     }
   }
 
-  FourValues<kType> rows[kTileRows];
+  float v[kTileRows][kThreadLanes];
 };
-
-DAFJAX_DEVICE bool IsFinite(float v) { return fabsf(v) < __uint_as_float(0x7f800000); }
 
 }  // namespace dafjax
 

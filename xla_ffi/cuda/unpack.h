@@ -19,14 +19,13 @@ struct UnpackJob {
   const uint16_t* codes;
   const uint16_t* scale;
   const uint16_t* minimum;
-  void* y;
+  MutableFloatArray y;
   int64_t num_rows;
   int64_t row_elements;
   int64_t tiles_per_row;
   int64_t blocks_per_row;
   int64_t block_size;
   int64_t width;  // of a folded row, if blocks are of columns
-  bool aligned_y;
   bool aligned_codes;  // and scales and minima
 };
 
@@ -45,64 +44,68 @@ DAFJAX_DEVICE float Decode(uint32_t code, uint32_t joined) {
 }
 
 // Bits of what a code with its top bit set stands for in a flagged block.
-template <FloatType kType, int kBits>
-DAFJAX_DEVICE uint32_t NonFiniteBits(uint32_t code) {
-  constexpr uint32_t kInfinity = kType == FloatType::kFloat32    ? 0x7f800000
-                                 : kType == FloatType::kBFloat16 ? 0x7f80
-                                                                 : 0x7c00;
-  constexpr uint32_t kNan = kType == FloatType::kFloat32    ? 0x7fc00000
-                            : kType == FloatType::kBFloat16 ? 0x7fc0
-                                                            : 0x7e00;
-  constexpr uint32_t kSign = kType == FloatType::kFloat32 ? 0x80000000 : 0x8000;
-  if constexpr (kBits >= 3) {
-    if (code == uint32_t{kCodeOfPlusInfinity} >> (8 - kBits)) return kInfinity;
-    if (code == uint32_t{kCodeOfMinusInfinity} >> (8 - kBits)) return kInfinity | kSign;
+template <int kBits>
+DAFJAX_DEVICE uint32_t NonFiniteBits(FloatType type, uint32_t code) {
+  const bool plus = kBits >= 3 && code == uint32_t{kCodeOfPlusInfinity} >> (8 - kBits);
+  const bool minus = kBits >= 3 && code == uint32_t{kCodeOfMinusInfinity} >> (8 - kBits);
+  const uint32_t bits = plus ? 0x7f800000 : minus ? 0xff800000 : 0x7fc00000;
+  switch (type) {
+    case FloatType::kFloat32: return bits;
+    case FloatType::kBFloat16: return bits >> 16;
+    default: return plus ? 0x7c00 : minus ? 0xfc00 : 0x7e00;
   }
-  return kNan;
 }
 
-template <FloatType kType, int kBits, bool kAnyFlagged>
-DAFJAX_DEVICE FourValues<kType> DecodeRow(uint2 codes,
-                                          const uint32_t (&joined)[kThreadLanes]) {
-  float v[kThreadLanes];
-  uint32_t code[kThreadLanes] = {codes.x & 0xffff, codes.x >> 16, codes.y & 0xffff,
-                                 codes.y >> 16};
-  DAFJAX_UNROLL
-  for (int i = 0; i < kThreadLanes; ++i) v[i] = Decode(code[i], joined[i]);
-  FourValues<kType> four = FourValues<kType>::Narrowed(v);
-  if constexpr (kAnyFlagged) {
-    DAFJAX_UNROLL
-    for (int i = 0; i < kThreadLanes; ++i) {
-      if (IsFlagged(joined[i]) && code[i] >> (kBits - 1) != 0) {
-        four.SetBits(i, NonFiniteBits<kType, kBits>(code[i]));
-      }
-    }
-  }
-  return four;
-}
-
-// Decodes what a thread has of a tile. `parameters_of(row, joined)` sets the parameters
-// of the thread's lanes; all lanes of the warp ask together.
-template <FloatType kType, int kBits, bool kAnyFlagged, typename ParametersOfRow>
-DAFJAX_DEVICE void DecodeTile(const PlaneReader<kBits>& reader, const Piece& piece,
-                              bool all_whole, bool aligned,
-                              const ParametersOfRow& parameters_of, void* y) {
+// Decodes what a thread has of a tile: no padding, of blocks that are not flagged.
+// `parameters_of(row, joined)` sets the parameters of the thread's lanes; all lanes of the
+// warp ask together.
+template <int kBits, typename ParametersOfRow>
+DAFJAX_DEVICE void DecodeTile(const CodesOfThread<const uint16_t>& from,
+                              const Piece& piece, const ParametersOfRow& parameters_of,
+                              const MutableFloatArray& y) {
+  PlaneReader<kBits> reader;
+  reader.Load(from);
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     uint32_t joined[kThreadLanes];
     parameters_of(row, joined);
-    const FourValues<kType> four =
-        DecodeRow<kType, kBits, kAnyFlagged>(reader.Row(row), joined);
-    if (all_whole) {
-      StoreFour(y, row * piece.stride, aligned, four);
-    } else {
-      StoreSome(y, row * piece.stride, piece.NumPresent(row), four);
+    const uint2 codes = reader.Row(row);
+    const float v[kThreadLanes] = {
+        Decode(codes.x & 0xffff, joined[0]), Decode(codes.x >> 16, joined[1]),
+        Decode(codes.y & 0xffff, joined[2]), Decode(codes.y >> 16, joined[3])};
+    StoreFour(y, row * piece.stride, v);
+  }
+}
+
+// DecodeTile for whatever there is, a row at a time: rare, and not to cost registers.
+template <int kBits, typename ParametersOfRow>
+DAFJAX_DEVICE void DecodeTileWithFlags(const CodesOfThread<const uint16_t>& from,
+                                       const Piece& piece,
+                                       const ParametersOfRow& parameters_of,
+                                       const MutableFloatArray& y) {
+  DAFJAX_NO_UNROLL
+  for (int row = 0; row < kTileRows; ++row) {
+    uint32_t joined[kThreadLanes];
+    parameters_of(row, joined);
+    const int present = piece.NumPresent(row);
+    if (present == 0) continue;
+    const uint2 codes = LoadCodes<kBits>(row, from);
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) {
+      if (i >= present) continue;
+      const uint32_t code = (i < 2 ? codes.x : codes.y) >> i % 2 * 16 & 0xffff;
+      const int64_t place = row * piece.stride + i;
+      if (IsFlagged(joined[i]) && code >> (kBits - 1) != 0) {
+        StoreBits(y, place, NonFiniteBits<kBits>(y.type, code));
+      } else {
+        StoreValue(y, place, Decode(code, joined[i]));
+      }
     }
   }
 }
 
 // `kColumns`: blocks are of columns.
-template <FloatType kType, int kBits, bool kColumns>
+template <int kBits, bool kColumns>
 DAFJAX_KERNEL(kUnpackThreads)
 UnpackKernel(const UnpackJob job) {
   const int lane_of_warp = static_cast<int>(threadIdx.x) % kWarpLanes;
@@ -122,15 +125,9 @@ UnpackKernel(const UnpackJob job) {
   const Piece piece = {stride, exists ? job.row_elements - first : 0};
   const bool all_whole = __all_sync(kAllLanes, piece.IsWhole());
 
-  PlaneReader<kBits> reader = {};
   uint32_t own[kThreadLanes] = {};  // row blocks: of strip `part` alone
   const int64_t first_block = row * job.blocks_per_row;
   if (exists) {
-    reader.Load({{job.codes + row * WordsOfTiles(job.tiles_per_row, kBits),
-                  job.tiles_per_row, job.aligned_codes},
-                 tile,
-                 first_lane,
-                 true});
     if constexpr (kColumns) {
       const int64_t block = first_block +
                             tile_row * kTileRows / job.block_size * job.width +
@@ -169,14 +166,17 @@ UnpackKernel(const UnpackJob job) {
       for (int i = 0; i < kThreadLanes; ++i) joined[i] = of_strip;
     }
   };
-  char* const y = static_cast<char*>(job.y) +
-                  (row * job.row_elements + first) * ElementNbytes(kType);
-  if (any_flagged) {
-    DecodeTile<kType, kBits, true>(reader, piece, all_whole, job.aligned_y,
-                                   parameters_of, y);
+  const CodesOfThread<const uint16_t> from = {
+      {job.codes + row * WordsOfTiles(job.tiles_per_row, kBits), job.tiles_per_row,
+       job.aligned_codes},
+      tile,
+      first_lane,
+      exists};
+  const MutableFloatArray y = job.y.From(row * job.row_elements + first);
+  if (all_whole && y.aligned && !any_flagged) {
+    DecodeTile<kBits>(from, piece, parameters_of, y);
   } else {
-    DecodeTile<kType, kBits, false>(reader, piece, all_whole, job.aligned_y,
-                                    parameters_of, y);
+    DecodeTileWithFlags<kBits>(from, piece, parameters_of, y);
   }
 }
 

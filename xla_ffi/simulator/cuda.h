@@ -97,7 +97,8 @@ DAFJAX_WARP_REDUCTION(__reduce_xor_sync, uint32_t, kXor)
 #undef DAFJAX_WARP_REDUCTION
 #undef DAFJAX_HERE
 
-// Atomics order nothing, as in CUDA; they return what was there before.
+// Atomics order nothing, as in CUDA; they return what was there before. Others may come in
+// between an atomic and what is before and after it, such as a fence.
 namespace dafjax::simulator {
 
 template <typename T, typename Change>
@@ -107,14 +108,23 @@ T ChangeAtomically(T* place, const Change& change) {
   while (!__atomic_compare_exchange_n(place, &before, change(before), true,
                                       __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
+  TakeTurns();
   return before;
 }
 
 }  // namespace dafjax::simulator
 
 inline uint32_t atomicAdd(uint32_t* place, uint32_t value) {
-  ::dafjax::simulator::TakeTurns();
-  return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
+  return ::dafjax::simulator::ChangeAtomically(
+      place, [=](uint32_t v) { return v + value; });
+}
+
+inline float atomicAdd(float* place, float value) {
+  const uint32_t before = ::dafjax::simulator::ChangeAtomically(
+      reinterpret_cast<uint32_t*>(place), [=](uint32_t v) {
+        return __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, v) + value);
+      });
+  return __builtin_bit_cast(float, before);
 }
 
 inline uint32_t atomicMin(uint32_t* place, uint32_t value) {
@@ -128,13 +138,12 @@ inline uint32_t atomicMax(uint32_t* place, uint32_t value) {
 }
 
 inline uint32_t atomicOr(uint32_t* place, uint32_t value) {
-  ::dafjax::simulator::TakeTurns();
-  return __atomic_fetch_or(place, value, __ATOMIC_RELAXED);
+  return ::dafjax::simulator::ChangeAtomically(
+      place, [=](uint32_t v) { return v | value; });
 }
 
 inline uint32_t atomicExch(uint32_t* place, uint32_t value) {
-  ::dafjax::simulator::TakeTurns();
-  return __atomic_exchange_n(place, value, __ATOMIC_RELAXED);
+  return ::dafjax::simulator::ChangeAtomically(place, [=](uint32_t) { return value; });
 }
 
 // Adds one, and goes from `last` to 0.

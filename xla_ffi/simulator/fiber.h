@@ -1,8 +1,6 @@
 #ifndef DAFJAX_SIMULATOR_FIBER_H_
 #define DAFJAX_SIMULATOR_FIBER_H_
 
-#include <ucontext.h>
-
 #include <cstddef>
 
 namespace dafjax::simulator {
@@ -20,17 +18,21 @@ class Fiber {
   // Runs the fiber until it leaves. Called from outside of any fiber.
   void Enter();
 
+  // To be called when all fibers of a launch are gone. Later ones may follow them.
+  static void EndLaunch();
+
   // Called within the fiber. After the last time it cannot be entered again.
   void Leave(bool is_last);
 
  private:
-  static void Begin(unsigned high, unsigned low);
+  static void Begin();
 
   void (*const run_)(void*);
   void* const argument_;
-  void* stack_;
-  ucontext_t inside_;
-  ucontext_t outside_;
+  void* stack_ = nullptr;
+  void* inside_ = nullptr;   // the stack pointer where the fiber goes on,
+  void* outside_ = nullptr;  // and where whoever entered it does
+  bool has_returned_ = false;
   // What the sanitizers need to know of a switch.
   void* inside_frames_ = nullptr;
   void* outside_frames_ = nullptr;

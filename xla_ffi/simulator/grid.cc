@@ -17,7 +17,7 @@
 namespace dafjax::simulator {
 namespace {
 
-enum class State { kReady, kAtBarrier, kInWarp, kWantsArray, kExited, kFaulty };
+enum class State { kReady, kAtBarrier, kInWarp, kWantsArray, kExited, kOutsideMask };
 
 struct Block;
 
@@ -39,7 +39,6 @@ struct Thread {
   void* array = nullptr;
   unsigned barriers_passed = 0;
   unsigned warp_barriers_passed = 0;
-  std::string fault;
   Fiber fiber;
 };
 
@@ -99,9 +98,9 @@ class Grid {
   const Index block_dimensions;
   const std::function<void()>& kernel;
   Thread* current = nullptr;
-  char start = 0;   // what orders a launch before its threads,
-  char finish = 0;  // them before what follows,
-  char fences = 0;  // and what a fence orders among them
+  char start = 0;   // what orders what the grid has done before what threads do,
+  char finish = 0;  // what they have done before what follows the launch,
+  char fences = 0;  // and what they do among them where there are fences
   Random random{CurrentSettings().seed};
 
  private:
@@ -152,6 +151,7 @@ void Grid::StartBlock(Index index) {
     }
   }
   block->warps.resize((block->threads.size() + kWarpThreads - 1) / kWarpThreads);
+  Release(&start);
 }
 
 void Grid::FinishBlock(Block* block) {
@@ -249,6 +249,7 @@ void Grid::GiveArray(Thread* thread) {
         std::make_unique<SharedMemory>(thread->nbytes, thread->site));
     thread->array = block->arrays.back()->data();
   }
+  Release(&start);
   MakeReady(thread);
 }
 
@@ -266,7 +267,11 @@ void Grid::Step() {
     case State::kAtBarrier: ArriveAtBarrier(thread); break;
     case State::kInWarp: ArriveInWarp(thread); break;
     case State::kWantsArray: GiveArray(thread); break;
-    case State::kFaulty: Fail(*thread->block, thread->fault); break;
+    case State::kOutsideMask:
+      Fail(*thread->block, "thread " + Describe(thread->index) +
+                               " is not in the mask of its own warp operation at " +
+                               Describe(thread->site) + ".");
+      break;
     case State::kExited: {
       Block* const block = thread->block;
       if (++block->num_exited == block->threads.size()) FinishBlock(block);
@@ -293,7 +298,6 @@ void Grid::DescribeStandstill() {
 }
 
 std::string Grid::RunAll() {
-  Release(&start);
   const uint64_t count = uint64_t{dimensions.x} * dimensions.y * dimensions.z;
   const size_t resident = CurrentSettings().resident_blocks;
   uint64_t next = 0;
@@ -345,10 +349,13 @@ const char* Run(Index grid, Index block, const std::function<void()>& kernel) {
             " threads cannot be launched.";
     return error.c_str();
   }
-  Grid launch(grid, block, kernel);
-  running = &launch;
-  error = launch.RunAll();
-  running = nullptr;
+  {
+    Grid launch(grid, block, kernel);
+    running = &launch;
+    error = launch.RunAll();
+    running = nullptr;
+  }
+  Fiber::EndLaunch();
   return error.empty() ? nullptr : error.c_str();
 }
 
@@ -358,7 +365,13 @@ Index BlockDimensions() { return running->block_dimensions; }
 Index GridDimensions() { return running->dimensions; }
 unsigned Lane() { return running->current->number % kWarpThreads; }
 
-void TakeTurns() { Wait(running->current, State::kReady, {"", 0}); }
+// Now and then for long: what is rare on a device is to happen here.
+void TakeTurns() {
+  Thread* const thread = running->current;
+  for (size_t turns = size_t{1} << running->random.Below(7); turns > 0; --turns) {
+    Wait(thread, State::kReady, {"", 0});
+  }
+}
 
 void SyncBlock(Site site) {
   Thread* const thread = running->current;
@@ -377,6 +390,7 @@ void* SharedArray(size_t nbytes, Site site) {
   Thread* const thread = running->current;
   thread->nbytes = nbytes;
   Wait(thread, State::kWantsArray, site);
+  Acquire(&running->start);
   return thread->array;
 }
 
@@ -385,9 +399,7 @@ uint64_t WarpOperation(WarpKind kind, uint32_t mask, uint64_t value, unsigned so
   Thread* const thread = running->current;
   const unsigned lane = thread->number % kWarpThreads;
   if ((mask >> lane & 1) == 0) {
-    thread->fault = "thread " + Describe(thread->index) + " is not in the mask of its " +
-                    "own warp operation at " + Describe(site) + ".";
-    Wait(thread, State::kFaulty, site);
+    Wait(thread, State::kOutsideMask, site);  // and never goes on
   }
   thread->kind = kind;
   thread->mask = mask;
