@@ -1,8 +1,9 @@
 // The CUDA kernels, run by the simulator, against the CPU's, byte for byte: over a grid of
 // dtypes, widths, block sizes, roundings, lengths, columns and kinds of data.
 //
-//   cuda_kernels_test          a spread over the grid
-//   cuda_kernels_test all      the whole grid
+//   cuda_kernels_test          every value of every parameter
+//   cuda_kernels_test spread   every combination, apart from lengths
+//   cuda_kernels_test all      and with every length
 
 #include <cstdint>
 #include <cstdio>
@@ -155,26 +156,36 @@ std::vector<Extent> Extents() {
   return extents;
 }
 
-// Every dtype, width, block size, rounding and kind; extents too if `all`, else in turns.
-void TestGrid(bool all, Random* random) {
+enum class Depth { kEveryValue, kSpread, kAll };
+
+// Every combination, but of what `depth` leaves to take turns.
+void TestGrid(Depth depth, Random* random) {
   const std::vector<Extent> extents = Extents();
   size_t turn = 0;
+  const auto test = [&](FloatType type, int bits, int64_t block_size, bool stochastic,
+                        int kind, const Extent& extent) {
+    const int64_t num_rows = extent.row_elements > 3000 ? 1 : 1 + turn % 3;
+    const AffineShape shape = {type,     bits, block_size, num_rows, extent.row_elements,
+                               extent.columns};
+    TestAffine({shape, stochastic, random->Next(), static_cast<Kind>(kind),
+                static_cast<int64_t>(turn % 2)},
+               random);
+    ++turn;
+  };
   for (const FloatType type : kTypes) {
     for (const int bits : kWidths) {
-      for (const int64_t block_size : kBlockSizes) {
-        for (const bool stochastic : {false, true}) {
-          for (int kind = 0; kind < kNumKinds; ++kind) {
-            const size_t count = all ? extents.size() : 1;
+      for (int kind = 0; kind < kNumKinds; ++kind) {
+        if (depth == Depth::kEveryValue) {
+          test(type, bits, kBlockSizes[turn % 5], turn % 3 != 0, kind,
+               extents[turn % extents.size()]);
+          continue;
+        }
+        for (const int64_t block_size : kBlockSizes) {
+          for (const bool stochastic : {false, true}) {
+            const size_t count = depth == Depth::kAll ? extents.size() : 1;
             for (size_t i = 0; i < count; ++i) {
-              const Extent extent = extents[turn++ % extents.size()];
-              const int64_t num_rows = extent.row_elements > 3000 ? 1 : 1 + turn % 3;
-              TestAffine({{type, bits, block_size, num_rows, extent.row_elements,
-                           extent.columns},
-                          stochastic,
-                          random->Next(),
-                          static_cast<Kind>(kind),
-                          static_cast<int64_t>(turn % 2)},
-                         random);
+              test(type, bits, block_size, stochastic, kind,
+                   extents[turn % extents.size()]);
             }
           }
         }
@@ -256,14 +267,16 @@ void TestHugeArrays() {
   CHECK(UnpackBitmaskOnDevice(nullptr, 1, int64_t{1} << 50, nullptr, nullptr) != nullptr);
 }
 
-int Main(int argc, char** argv) {
-  const bool all = argc > 1 && std::strcmp(argv[1], "all") == 0;
+int Main(const std::string& depth) {
   Random random;
   TestCopies();
   TestHugeArrays();
   TestBitmasks(&random);
   TestExtents(&random);
-  TestGrid(all, &random);
+  TestGrid(depth == "all"      ? Depth::kAll
+           : depth == "spread" ? Depth::kSpread
+                               : Depth::kEveryValue,
+           &random);
   std::printf("%lld cases\n", static_cast<long long>(num_cases));
   return 0;
 }
@@ -271,4 +284,4 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace dafjax
 
-int main(int argc, char** argv) { return dafjax::Main(argc, argv); }
+int main(int argc, char** argv) { return dafjax::Main(argc > 1 ? argv[1] : ""); }

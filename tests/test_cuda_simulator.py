@@ -1,0 +1,222 @@
+"""The CUDA kernels, run on the CPU by a simulator; and bugs that it must find."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests" / "cpp"
+SOURCES = ROOT / "xla_ffi"
+# One rounding per operation. Loads of four values at a time are no matter of types.
+FLAGS = (
+    "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-ffp-contract=off",
+    "-fno-trapping-math", "-fno-math-errno", "-fno-strict-aliasing",
+)  # fmt: skip
+ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+THREAD = ("-fsanitize=thread",)
+SANITIZERS = {"none": (), "address": ADDRESS, "thread": THREAD}
+
+
+class Build:
+    """Compiles what is asked for once, into a folder."""
+
+    def __init__(self, folder, sanitizer="none", sources=SOURCES):
+        self.folder = folder
+        self.flags = SANITIZERS[sanitizer]
+        self.sources = sources
+
+    def _compile(self, source, *flags):
+        target = self.folder / f"{source.stem}.o"
+        if not target.exists():
+            _call(
+                os.environ.get("CXX", "c++"), *FLAGS, f"-I{self.sources}", *flags,
+                "-x", "c++", "-c", source, "-o", target,
+            )  # fmt: skip
+        return target
+
+    def program(self, test, *, kernels):
+        # The thread sanitizer must not see how the simulator switches stacks, and there
+        # is nothing to be found in the CPU's kernels.
+        unseen = () if self.flags == THREAD else self.flags
+        objects = [
+            self._compile(path, *unseen)
+            for path in sorted(self.sources.glob("simulator/*.cc"))
+        ]
+        if kernels:
+            cpu = [self.sources / "cpu" / name for name in ("batch.cc", "kernels.cc")]
+            only_scalar = ("-DDAFJAX_ONLY_SCALAR", "-Wno-maybe-uninitialized")
+            objects += [self._compile(path, *only_scalar) for path in cpu]
+            objects += [
+                self._compile(path, *self.flags)
+                for path in sorted(self.sources.glob("cuda/*.cu"))
+            ]
+        objects.append(self._compile(TESTS / f"{test}.cc", *self.flags))
+        target = self.folder / test
+        _call(
+            os.environ.get("CXX", "c++"), *FLAGS, *self.flags, *objects, "-o", target
+        )
+        return target
+
+
+def _call(*command):
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _run(program, *arguments, timeout=1200):
+    return subprocess.run(
+        [program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
+
+
+def _assert_passes(program, *arguments):
+    done = _run(program, *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory):
+    return {
+        name: Build(tmp_path_factory.mktemp(name), sanitizer=name)
+        for name in SANITIZERS
+    }
+
+
+def test_kernels_give_the_cpus_bytes_and_stay_in_bounds(builds):
+    program = builds["address"].program("cuda_kernels_test", kernels=True)
+    assert "cases" in _assert_passes(program)
+
+
+SLOW_SANITIZERS = [
+    pytest.param(name, marks=pytest.mark.slow if name == "thread" else ())
+    for name in ("none", "address", "thread")
+]
+
+
+@pytest.mark.parametrize("sanitizer", SLOW_SANITIZERS)
+def test_the_simulator_runs_correct_kernels_without_alarm(builds, sanitizer):
+    _assert_passes(builds[sanitizer].program("simulator_test", kernels=False))
+
+
+# Bugs in kernels of the simulator's own test, and who finds them.
+BUGS = {
+    "missing_barrier": {"none", "address", "thread"},
+    "missing_second_barrier": {"none", "address", "thread"},
+    "shared_overrun": {"none", "address", "thread"},
+    "shared_underrun": {"none", "address", "thread"},
+    "global_overrun": {"address"},
+    "update_that_is_not_atomic": {"thread"},
+    "missing_fence": {"thread"},
+    "shuffle_taken_for_a_barrier": {"thread"},
+}
+
+
+@pytest.mark.parametrize("sanitizer", SLOW_SANITIZERS)
+def test_the_simulator_notices_bugs(builds, sanitizer):
+    program = builds[sanitizer].program("simulator_test", kernels=False)
+    found = {bug for bug in BUGS if _run(program, bug).returncode not in (0, 2)}
+    assert found == {bug for bug, by in BUGS.items() if sanitizer in by}
+
+
+@pytest.mark.slow
+def test_kernels_give_the_cpus_bytes_over_the_whole_grid(builds):
+    program = builds["none"].program("cuda_kernels_test", kernels=True)
+    cases = int(_assert_passes(program, "all").split()[0])
+    assert cases > 50_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_kernels_are_sound_under_sanitizers(builds, sanitizer):
+    program = builds[sanitizer].program("cuda_kernels_test", kernels=True)
+    _assert_passes(program, "spread")
+
+
+# File, what is there, what is put in its place, and who finds it. Each is a mistake that
+# one could make.
+MUTANTS = {
+    "ranges are read before they are written": (
+        "cuda/pack_columns.h",
+        "  __syncthreads();\n  if (warp == 0) {",
+        "  if (warp == 0) {",
+        "none",
+    ),
+    "parameters are read before they are written": (
+        "cuda/pack_columns.h",
+        "  __syncthreads();\n\n  RowParameters of_lanes;",
+        "  RowParameters of_lanes;",
+        "none",
+    ),
+    "a shared array is too short": (
+        "cuda/pack_columns.h",
+        "DAFJAX_SHARED(float, shared_inverse, kTileLanes);",
+        "DAFJAX_SHARED(float, shared_inverse, kTileLanes - 1);",
+        "none",
+    ),
+    "scales are stored beyond the last block": (
+        "cuda/pack_rows.h",
+        " && block < job.blocks_per_row) {",
+        ") {",
+        "address",
+    ),
+    "padding is stored": (
+        "cuda/bitmask.h",
+        "if (i < count) to[i]",
+        "to[i]",
+        "address",
+    ),
+    "rows that are not aligned are loaded four at a time": (
+        "cuda/launch.h",
+        "(num_rows == 1 || row_elements % 4 == 0)",
+        "true",
+        "address",
+    ),
+    "blocks of two tiles begin anywhere": (
+        "cuda/pack_affine.cu",
+        "in_pairs ? CeilDiv(tiles, 2) * 2 : tiles",
+        "tiles",
+        "none",
+    ),
+    "a flagged block keeps all its bits": (
+        "cuda/parameters.h",
+        "16 - kBits + (flagged ? 1 : 0)",
+        "16 - kBits",
+        "none",
+    ),
+    "padding counts as not finite": (
+        "cuda/pack_rows.h",
+        "    unusual = 0;\n",
+        "",
+        "none",
+    ),
+    "subnormals count": (
+        "simulator/grid.cc",
+        "  const FlushSubnormals flush;  // device code is compiled so\n",
+        "",
+        "none",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_planted_bug_in_a_kernel_is_found(mutant, tmp_path):
+    name, there, instead, sanitizer = MUTANTS[mutant]
+    for folder in ("cpu", "cuda", "format", "simulator"):
+        shutil.copytree(SOURCES / folder, tmp_path / folder)
+    path = tmp_path / name
+    text = path.read_text()
+    assert text.count(there) == 1
+    path.write_text(text.replace(there, instead))
+    build = Build(tmp_path, sanitizer, sources=tmp_path)
+    program = build.program("cuda_kernels_test", kernels=True)
+    assert _run(program, "spread").returncode != 0
