@@ -24,17 +24,18 @@ SANITIZERS = {"none": (), "address": ADDRESS, "thread": THREAD}
 class Build:
     """Compiles what is asked for once, into a folder."""
 
-    def __init__(self, folder, sanitizer="none", sources=SOURCES):
+    def __init__(self, folder, sanitizer="none", sources=SOURCES, flags=()):
         self.folder = folder
         self.flags = SANITIZERS[sanitizer]
+        self.more_flags = flags
         self.sources = sources
 
     def _compile(self, source, *flags):
         target = self.folder / f"{source.stem}.o"
         if not target.exists():
             _call(
-                os.environ.get("CXX", "c++"), *FLAGS, f"-I{self.sources}", *flags,
-                "-x", "c++", "-c", source, "-o", target,
+                os.environ.get("CXX", "c++"), *FLAGS, *self.more_flags,
+                f"-I{self.sources}", *flags, "-x", "c++", "-c", source, "-o", target,
             )  # fmt: skip
         return target
 
@@ -217,6 +218,6 @@ def test_a_planted_bug_in_a_kernel_is_found(mutant, tmp_path):
     text = path.read_text()
     assert text.count(there) == 1
     path.write_text(text.replace(there, instead))
-    build = Build(tmp_path, sanitizer, sources=tmp_path)
+    build = Build(tmp_path, sanitizer, sources=tmp_path, flags=["-Wno-error"])
     program = build.program("cuda_kernels_test", kernels=True)
     assert _run(program, "spread").returncode != 0
