@@ -14,6 +14,7 @@ from jax.test_util import check_grads
 from dafjax._native import (
     LibraryError,
     LibraryStatus,
+    _cuda_library,
     _library,
     _reference,
     library_status,
@@ -142,20 +143,22 @@ def test_the_cpu_gets_custom_calls_without_side_effects() -> None:
     assert "has_side_effect = true" not in text
 
 
-def test_other_platforms_get_the_reference_without_the_library(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_other_platforms_get_the_reference_without_a_library(
+    platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise AssertionError("Only a CPU needs the library.")
 
     monkeypatch.setattr(_library, "register", fail)
+    monkeypatch.setattr(_cuda_library, "register", lambda: False)
     x = jax.ShapeDtypeStruct((700,), jnp.float32)
 
     def roundtrip(x: jax.Array) -> jax.Array:
         packed = tie(*pack_affine(x, jnp.uint32(0), **PACK))
         return unpack_affine(*packed, x, size=700, **UNPACK)
 
-    lowered = jax.jit(roundtrip).trace(x).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(roundtrip).trace(x).lower(lowering_platforms=(platform,))
     text = lowered.as_text()
     assert "custom_call @dafjax" not in text
     assert "optimization_barrier" in text

@@ -20,11 +20,13 @@ def test_the_top_level_has_these_names():
     modules = {"allocation", "codecs", "policies", "stores", "report"}
     functions = {"remat_compress", "saved_residuals", "print_saved_residuals"}
     functions |= {"adaptive_jit", "estimate", "fit_batch", "custom_calls"}
+    functions |= {"cuda_status"}
     results = {
         "AdaptiveJit",
         "AverageBits",
         "Bits",
         "Budget",
+        "CudaStatus",
         "NoiseCeiling",
         "Plan",
         "Estimate",
@@ -39,7 +41,7 @@ def test_the_top_level_has_these_names():
 MODULES = [
     info.name
     for info in pkgutil.walk_packages(dafjax.__path__, "dafjax.")
-    if not info.name.endswith(("__main__", "._cpu"))
+    if not info.name.endswith(("__main__", "._cpu", ".libdafjax_cuda"))
 ]
 
 
@@ -70,4 +72,6 @@ def test_the_doctor_tells_what_is_in_use():
         text=True,
     )
     for part in ("jaxlib", "devices", "_cpu", "XLA FFI", "scalar", "threads"):
+        assert part in done.stdout
+    for part in ("CUDA library", "CUDA driver", "CUDA in use"):
         assert part in done.stdout

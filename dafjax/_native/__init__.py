@@ -8,6 +8,11 @@ from dafjax._native._bitmask import (
     pack_bitmask as pack_bitmask,
     unpack_bitmask as unpack_bitmask,
 )
+from dafjax._native._cuda_status import (
+    CudaDevice as CudaDevice,
+    CudaStatus as CudaStatus,
+    cuda_status as cuda_status,
+)
 from dafjax._native._first_order import first_order as first_order
 from dafjax._native._ledger import (
     LEDGER_NOTE as LEDGER_NOTE,

@@ -12,7 +12,8 @@ import jax
 
 
 _MODULE = "dafjax._native._cpu"
-_REBUILD = (
+# What to do about a library that does not fit.
+REBUILD = (
     "Rebuild it against the installed jaxlib with "
     "`pip install --no-build-isolation --force-reinstall --no-deps dafjax` "
     "(in a source tree: `pip install --no-build-isolation -e .`)."
@@ -73,23 +74,25 @@ def load() -> ModuleType:
     if importlib.util.find_spec(_MODULE) is None:
         raise LibraryError(
             f"The compiled library `{_MODULE}` is missing, but dafjax needs it to run "
-            f"on a CPU. {_REBUILD}"
+            f"on a CPU. {REBUILD}"
         )
     try:
         return importlib.import_module(_MODULE)
     except ImportError as error:
         raise LibraryError(
-            f"The compiled library `{_MODULE}` does not load: {error}. {_REBUILD}"
+            f"The compiled library `{_MODULE}` does not load: {error}. {REBUILD}"
         ) from error
 
 
-def check_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
+def check_api_version(
+    built: tuple[int, int], runtime: tuple[int, int], name: str = _MODULE
+) -> None:
     """Raises LibraryError if handlers built for `built` cannot run in `runtime`."""
     if built > runtime:
         raise LibraryError(
-            f"The compiled library `{_MODULE}` was built against XLA's FFI API "
+            f"The compiled library `{name}` was built against XLA's FFI API "
             f"{_dotted(built)}, but the installed jaxlib has {_dotted(runtime)} and "
-            f"runs handlers of its own version and older. {_REBUILD}"
+            f"runs handlers of its own version and older. {REBUILD}"
         )
 
 

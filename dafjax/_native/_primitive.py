@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from dafjax._native import _library
+from dafjax._native import _cuda_library, _library
 from dafjax._native._sharding import (
     DivisionRule,
     allow_division,
@@ -31,7 +31,9 @@ def make_primitive(
     division: Callable[..., DivisionRule],
     aliased: bool = False,
 ) -> Primitive:
-    """Makes a primitive that is a custom call on CPUs and `jax.numpy` elsewhere.
+    """Makes a primitive that is a custom call on CPUs and, if it is built, on CUDA.
+
+    Elsewhere it is `jax.numpy`, and on CUDA without the library.
 
     Args:
         name: Name of the custom call's target.
@@ -57,10 +59,24 @@ def make_primitive(
         results = primitive.bind(*operands, **params)
         return tuple(results) if multiple_results else (results,)
 
-    def lower_to_custom_call(
+    lower_reference = mlir.lower_fun(reference, multiple_results=multiple_results)
+
+    def lower_on_cpu(
         context: mlir.LoweringRuleContext, *operands: Any, **params: Static
     ) -> Sequence[Any]:
         _library.register()
+        return lower_to_custom_call(context, *operands, **params)
+
+    def lower_on_cuda(
+        context: mlir.LoweringRuleContext, *operands: Any, **params: Static
+    ) -> Sequence[Any]:
+        if not _cuda_library.register():
+            return lower_reference(context, *operands, **params)
+        return lower_to_custom_call(context, *operands, **params)
+
+    def lower_to_custom_call(
+        context: mlir.LoweringRuleContext, *operands: Any, **params: Static
+    ) -> Sequence[Any]:
         if is_divided(context):
             check_not_exported(context)
             divided = divide(
@@ -74,10 +90,10 @@ def make_primitive(
 
     allow_division(primitive)
     primitive.def_impl(run_eagerly)
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(reference, multiple_results=multiple_results)
-    )
-    mlir.register_lowering(primitive, lower_to_custom_call, platform="cpu")
+    mlir.register_lowering(primitive, lower_reference)
+    mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
+    if name in _cuda_library.HANDLERS:
+        mlir.register_lowering(primitive, lower_on_cuda, platform="cuda")
     return primitive
 
 

@@ -38,7 +38,8 @@ namespace dafjax {
 inline xla::ffi::Error Enqueued(const std::string& call, Failure failure) {
   if (failure == nullptr) return xla::ffi::Error::Success();
   return xla::ffi::Error::Internal(call + ": CUDA could not enqueue the kernel: " +
-                                   failure);
+                                   failure +
+                                   " (`python -m dafjax doctor` tells what CUDA has.)");
 }
 
 }  // namespace dafjax

@@ -1,0 +1,76 @@
+"""The CUDA library of custom calls: found, loaded, registered once."""
+
+import ctypes
+import functools
+import importlib.util
+import pathlib
+
+import jax
+
+from dafjax._native import _library
+
+
+# Names of custom calls, and the library's functions behind them.
+HANDLERS = {
+    "dafjax_pack_affine": "dafjax_cuda_pack_affine",
+    "dafjax_unpack_affine": "dafjax_cuda_unpack_affine",
+    "dafjax_pack_bitmask": "dafjax_cuda_pack_bitmask",
+    "dafjax_unpack_bitmask": "dafjax_cuda_unpack_bitmask",
+    "dafjax_tie": "dafjax_cuda_tie",
+}
+_FILE = "libdafjax_cuda.so"
+
+
+def find() -> pathlib.Path | None:
+    """Returns where the library is, or None if dafjax was built without CUDA."""
+    # Beside the extension module, which an editable install puts elsewhere than sources.
+    spec = importlib.util.find_spec("dafjax._native._cpu")
+    if spec is None or spec.origin is None:
+        return None
+    path = pathlib.Path(spec.origin).with_name(_FILE)
+    return path if path.exists() else None
+
+
+@functools.cache
+def load(path: pathlib.Path) -> ctypes.CDLL:
+    """Loads the library, which needs no driver.
+
+    Raises:
+        LibraryError: It does not load, or was built against newer FFI headers than
+            jaxlib's.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise _library.LibraryError(
+            f"The CUDA library `{path}` does not load: {error}. {_library.REBUILD}"
+        ) from error
+    for name in ("architectures", "error"):
+        getattr(library, f"dafjax_cuda_{name}").restype = ctypes.c_char_p
+    _library.check_api_version(built_api(library), _library.jaxlib_ffi_api(), path.name)
+    return library
+
+
+def built_api(library: ctypes.CDLL) -> tuple[int, int]:
+    """Returns the FFI API version that the library was built against."""
+    return library.dafjax_cuda_ffi_major(), library.dafjax_cuda_ffi_minor()
+
+
+@functools.cache
+def register() -> bool:
+    """Registers the custom calls with XLA's CUDA client, the first time it is called.
+
+    Returns:
+        Whether there are any: False if dafjax was built without CUDA.
+
+    Raises:
+        LibraryError: The library is there and cannot be used.
+    """
+    path = find()
+    if path is None:
+        return False
+    library = load(path)
+    for name, function in HANDLERS.items():
+        handler = jax.ffi.pycapsule(getattr(library, function))
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    return True

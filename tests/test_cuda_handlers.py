@@ -1,0 +1,127 @@
+"""The handlers of CUDA, with simulated kernels, inside of XLA on the CPU."""
+
+import ctypes
+import os
+import pathlib
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dafjax._native import (
+    _cuda_library,
+    pack_affine,
+    pack_bitmask,
+    unpack_affine,
+    unpack_bitmask,
+)
+from tests.helpers import assert_same_bits
+
+
+SOURCES = pathlib.Path(__file__).resolve().parents[1] / "xla_ffi"
+
+
+@pytest.fixture(scope="module")
+def handlers(tmp_path_factory):
+    """Builds the handlers and registers them as `simulated_...` on the CPU."""
+    target = tmp_path_factory.mktemp("handlers") / "libsimulated.so"
+    ffi = ("affine_checks", "bitmask_checks", "checks", "tied_buffers")
+    ffi += ("cuda_affine", "cuda_bitmask", "cuda_tie")
+    sources = [*SOURCES.glob("simulator/*.cc"), *SOURCES.glob("cuda/*.cu")]
+    sources += [SOURCES / "ffi" / f"{name}.cc" for name in ffi]
+    command = [
+        os.environ.get("CXX", "c++"), "-std=c++17", "-O0", "-Wall", "-Wextra",
+        "-Werror", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread",
+        "-ffp-contract=off", "-fno-strict-aliasing", "-DDAFJAX_SIMULATED",
+        f"-I{SOURCES}", "-isystem", jax.ffi.include_dir(), "-x", "c++", *sources,
+        "-o", target,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    library = ctypes.CDLL(str(target))
+    for name, function in _cuda_library.HANDLERS.items():
+        handler = jax.ffi.pycapsule(getattr(library, function))
+        jax.ffi.register_ffi_target(_simulated(name), handler, platform="cpu")
+
+
+def _simulated(name):
+    return name.replace("dafjax_", "simulated_")
+
+
+def _call(name, results, *operands, **attributes):
+    attributes = {key: np.int64(value) for key, value in attributes.items()}
+    call = jax.ffi.ffi_call(f"simulated_{name}", results)
+    return jax.jit(lambda *operands: call(*operands, **attributes))(*operands)
+
+
+def _like(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("columns", [0, 48])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_affine_codes_are_those_of_the_cpu(handlers, dtype, columns, stochastic):
+    x = jax.random.normal(jax.random.key(3), (2, 3, 1584)).astype(dtype)
+    x = x.at[0, 0, 5].set(jnp.nan)
+    code = {"bits": 4, "block_size": 128, "columns": columns}
+    expected = pack_affine(x, jnp.uint32(9), stochastic=stochastic, **code)
+    packed = _call(
+        "pack_affine", list(map(_like, expected)), x, jnp.uint32(9),
+        stochastic=stochastic, **code,
+    )  # fmt: skip
+    for part, wanted in zip(packed, expected, strict=True):
+        assert_same_bits(part, wanted)
+    y = unpack_affine(*expected, size=x.shape[-1], dtype=x.dtype, **code)
+    # The last operand is not read.
+    assert_same_bits(_call("unpack_affine", _like(y), *packed, x, **code), y)
+
+
+@pytest.mark.parametrize("size", [0, 3, 515])
+def test_bitmasks_are_those_of_the_cpu(handlers, size):
+    mask = jax.random.bernoulli(jax.random.key(size), 0.3, (4, size))
+    words = pack_bitmask(mask)
+    assert_same_bits(_call("pack_bitmask", _like(words), mask), words)
+    assert_same_bits(
+        _call("unpack_bitmask", _like(mask), words, mask),
+        unpack_bitmask(words, size=size),
+    )
+
+
+def test_ties_give_what_they_get(handlers):
+    arrays = [jnp.arange(7.0), jnp.zeros((0, 3)), jnp.ones((2, 2), jnp.bfloat16)]
+    for x, y in zip(arrays, _call("tie", list(map(_like, arrays)), *arrays), strict=True):
+        assert_same_bits(x, y)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 5}, r"pack_affine: bits \(5\) must be 1, 2, 3, 4 or 8"),
+        ({"block_size": 65}, r"block_size \(65\) must be 64, 128, 256, 512 or 1024"),
+        ({"columns": 7}, r"columns \(7\) must be 0 or divide .* row \(128\)"),
+        ({"stochastic": 2}, r"stochastic \(2\) must be 0 or 1"),
+    ],
+)
+def test_bad_attributes_are_named(handlers, change, message):
+    x = jnp.zeros((1, 128))
+    code = {"bits": 2, "block_size": 64, "columns": 0, "stochastic": 1}
+    packed = pack_affine(x, jnp.uint32(0), bits=2, block_size=64, stochastic=True)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(
+            _call(
+                "pack_affine", list(map(_like, packed)), x, jnp.uint32(0),
+                **(code | change),
+            )  # fmt: skip
+        )
+
+
+def test_results_of_a_wrong_shape_are_named(handlers):
+    mask = jnp.zeros((2, 600), bool)
+    words = jax.ShapeDtypeStruct((2, 32), jnp.uint16)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"words \(\[2, 32\]\) must be \[2, 64\]"
+    ):
+        jax.block_until_ready(_call("pack_bitmask", words, mask))
