@@ -21,6 +21,12 @@ THREAD = ("-fsanitize=thread",)
 SANITIZERS = {"none": (), "address": ADDRESS, "thread": THREAD}
 
 
+# What tests of kernels are linked with.
+CODES = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/bitmask.cu", "cuda/copy.cu",
+         "cuda/pack_affine.cu", "cuda/unpack_affine.cu")  # fmt: skip
+REDUCTIONS = ("cpu/reduce.cc", "cuda/copy.cu", "cuda/reduce.cu")
+
+
 class Build:
     """Compiles what is asked for once, into a folder."""
 
@@ -31,7 +37,7 @@ class Build:
         self.sources = sources
 
     def _compile(self, source, *flags):
-        target = self.folder / f"{source.stem}.o"
+        target = self.folder / f"{source.parent.name}_{source.stem}.o"
         if not target.exists():
             _call(
                 os.environ.get("CXX", "c++"), *FLAGS, *self.more_flags,
@@ -39,22 +45,19 @@ class Build:
             )  # fmt: skip
         return target
 
-    def program(self, test, *, kernels):
+    def program(self, test, kernels=()):
+        """Links a test, the simulator, and sources of kernels."""
         # The thread sanitizer must not see how the simulator switches stacks, and there
-        # is nothing to be found in the CPU's kernels.
+        # is nothing to be found in the CPU's vector kernels.
         unseen = () if self.flags == THREAD else self.flags
         objects = [
             self._compile(path, *unseen)
             for path in sorted(self.sources.glob("simulator/*.cc"))
         ]
-        if kernels:
-            cpu = [self.sources / "cpu" / name for name in ("batch.cc", "kernels.cc")]
+        for name in kernels:
             only_scalar = ("-DDAFJAX_ONLY_SCALAR", "-Wno-maybe-uninitialized")
-            objects += [self._compile(path, *only_scalar) for path in cpu]
-            objects += [
-                self._compile(path, *self.flags)
-                for path in sorted(self.sources.glob("cuda/*.cu"))
-            ]
+            flags = only_scalar if name == "cpu/kernels.cc" else self.flags
+            objects.append(self._compile(self.sources / name, *flags))
         objects.append(self._compile(TESTS / f"{test}.cc", *self.flags))
         target = self.folder / test
         _call(
@@ -93,8 +96,12 @@ def builds(tmp_path_factory):
 
 
 def test_kernels_give_the_cpus_bytes_and_stay_in_bounds(builds):
-    program = builds["address"].program("cuda_kernels_test", kernels=True)
+    program = builds["address"].program("cuda_kernels_test", CODES)
     assert "cases" in _assert_passes(program)
+
+
+def test_reductions_give_what_a_loop_gives(builds):
+    _assert_passes(builds["none"].program("cuda_reduce_test", REDUCTIONS))
 
 
 SLOW_SANITIZERS = [
@@ -105,7 +112,7 @@ SLOW_SANITIZERS = [
 
 @pytest.mark.parametrize("sanitizer", SLOW_SANITIZERS)
 def test_the_simulator_runs_correct_kernels_without_alarm(builds, sanitizer):
-    _assert_passes(builds[sanitizer].program("simulator_test", kernels=False))
+    _assert_passes(builds[sanitizer].program("simulator_test"))
 
 
 # Bugs in kernels of the simulator's own test, and who finds them.
@@ -123,14 +130,14 @@ BUGS = {
 
 @pytest.mark.parametrize("sanitizer", SLOW_SANITIZERS)
 def test_the_simulator_notices_bugs(builds, sanitizer):
-    program = builds[sanitizer].program("simulator_test", kernels=False)
+    program = builds[sanitizer].program("simulator_test")
     found = {bug for bug in BUGS if _run(program, bug).returncode not in (0, 2)}
     assert found == {bug for bug, by in BUGS.items() if sanitizer in by}
 
 
 @pytest.mark.slow
 def test_kernels_give_the_cpus_bytes_over_the_whole_grid(builds):
-    program = builds["none"].program("cuda_kernels_test", kernels=True)
+    program = builds["none"].program("cuda_kernels_test", CODES)
     cases = int(_assert_passes(program, "all").split()[0])
     assert cases > 50_000
 
@@ -138,8 +145,16 @@ def test_kernels_give_the_cpus_bytes_over_the_whole_grid(builds):
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_kernels_are_sound_under_sanitizers(builds, sanitizer):
-    program = builds[sanitizer].program("cuda_kernels_test", kernels=True)
+    program = builds[sanitizer].program("cuda_kernels_test", CODES)
     _assert_passes(program, "spread")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sanitizer", "what"), [("address", "all"), ("thread", "orders")]
+)
+def test_reductions_are_sound_under_sanitizers(builds, sanitizer, what):
+    _assert_passes(builds[sanitizer].program("cuda_reduce_test", REDUCTIONS), what)
 
 
 # File, what is there, what is put in its place, and who finds it. Each is a mistake that
@@ -199,6 +214,36 @@ MUTANTS = {
         "",
         "none",
     ),
+    "a part of a row is left without a fence": (
+        "cuda/reduce.h",
+        "    __threadfence();\n    const uint32_t last",
+        "    const uint32_t last",
+        "thread",
+    ),
+    "parts of a row are read without a fence": (
+        "cuda/reduce.h",
+        "== last ? 1 : 0;\n    __threadfence();\n",
+        "== last ? 1 : 0;\n",
+        "thread",
+    ),
+    "a state is changed by halves": (
+        "cuda/reduce.h",
+        "    atomicMax(state, words.x);\n",
+        "    if (*state < words.x) *state = words.x;\n",
+        "thread",
+    ),
+    "a state is looked at before all warps have changed it": (
+        "cuda/reduce.h",
+        "      __threadfence();\n    }\n    __syncthreads();\n",
+        "      __threadfence();\n    }\n",
+        "none",
+    ),
+    "tickets never start anew": (
+        "cuda/reduce.h",
+        "atomicInc(state + 2, last) == last",
+        "atomicAdd(state + 2, 1u) == last",
+        "none",
+    ),
     "subnormals count": (
         "simulator/grid.cc",
         "  const FlushSubnormals flush;  // device code is compiled so\n",
@@ -219,5 +264,8 @@ def test_a_planted_bug_in_a_kernel_is_found(mutant, tmp_path):
     assert text.count(there) == 1
     path.write_text(text.replace(there, instead))
     build = Build(tmp_path, sanitizer, sources=tmp_path, flags=["-Wno-error"])
-    program = build.program("cuda_kernels_test", kernels=True)
-    assert _run(program, "spread").returncode != 0
+    if name == "cuda/reduce.h":
+        done = _run(build.program("cuda_reduce_test", REDUCTIONS), "orders")
+    else:
+        done = _run(build.program("cuda_kernels_test", CODES), "spread")
+    assert done.returncode != 0

@@ -62,7 +62,8 @@ message(STATUS "dafjax is built with CUDA ${CMAKE_CUDA_COMPILER_VERSION} for "
   "${architectures}")
 
 add_library(dafjax_cuda MODULE
-  cuda/bitmask.cu cuda/copy.cu cuda/pack_affine.cu cuda/unpack_affine.cu
+  cuda/bitmask.cu cuda/copy.cu cuda/pack_affine.cu cuda/reduce.cu
+  cuda/unpack_affine.cu
   ffi/affine_checks.cc ffi/bitmask_checks.cc ffi/checks.cc ffi/cuda_affine.cc
   ffi/cuda_bitmask.cc ffi/cuda_facts.cc ffi/cuda_tie.cc ffi/tied_buffers.cc)
 set_target_properties(dafjax_cuda PROPERTIES

@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "format/affine.h"
+#include "format/float_type.h"
+#include "format/reduction.h"
 
 // What cudaStream_t points to.
 struct CUstream_st;
@@ -44,6 +46,12 @@ Failure PackBitmaskOnDevice(Stream stream, int64_t num_rows, int64_t row_element
 
 Failure UnpackBitmaskOnDevice(Stream stream, int64_t num_rows, int64_t row_elements,
                               const uint16_t* words, uint8_t* y);
+
+// Reduces each row to one float32, or two: `second` is unused for a sum. `scratch` has
+// ScratchWords(num_rows, row_elements) words and need not hold anything.
+Failure ReduceOnDevice(Stream stream, Reduction reduction, Strategy strategy,
+                       FloatType type, int64_t num_rows, int64_t row_elements,
+                       const void* x, uint32_t* scratch, float* first, float* second);
 
 Failure CopyOnDevice(Stream stream, const void* from, int64_t nbytes, void* to);
 

@@ -97,6 +97,24 @@ DAFJAX_DEVICE void StoreFour(const MutableFloatArray& y, int64_t index,
   }
 }
 
+// Requires x.aligned.
+DAFJAX_DEVICE void LoadFour(const ConstFloatArray& x, int64_t index,
+                            float (&v)[kThreadLanes]) {
+  if (x.type == FloatType::kFloat32) {
+    const uint4 four = *reinterpret_cast<const uint4*>(x.data + 4 * index);
+    v[0] = __uint_as_float(four.x);
+    v[1] = __uint_as_float(four.y);
+    v[2] = __uint_as_float(four.z);
+    v[3] = __uint_as_float(four.w);
+  } else {
+    const uint2 four = *reinterpret_cast<const uint2*>(x.data + 2 * index);
+    v[0] = WidenLower(x.type, four.x);
+    v[1] = WidenLower(x.type, four.x >> 16);
+    v[2] = WidenLower(x.type, four.y);
+    v[3] = WidenLower(x.type, four.y >> 16);
+  }
+}
+
 // What a thread has of a tile, widened. Padding is NaN.
 struct TileValues {
   // `x` begins with the thread's first element. `all_whole`: of the warp's pieces none

@@ -131,8 +131,9 @@ Grounds& AllGrounds() {
   return *grounds;
 }
 
-// The sanitizer knows 8000 threads at most.
-constexpr size_t kMaxGrounds = 6000;
+// A thread costs the sanitizer half a megabyte. With more of them those of a launch that
+// have returned are followed by others of the same launch.
+constexpr size_t kMaxGrounds = 1600;
 
 Ground NewGround() {
   void* const stack = mmap(nullptr, kStackNbytes, PROT_READ | PROT_WRITE,
