@@ -3,9 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt)
+SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt -o -name '*.cu' -o -name '*.cmake')
 
-.PHONY: train test test-slow test-parity test-foreign test-versions test-other-version lint doctor bench clean
+.PHONY: train test test-slow test-parity test-foreign test-cuda test-versions test-other-version lint doctor bench clean
 
 # ResNet-18 on handwritten digits: plain, jax.checkpoint, dafjax at 2 bits.
 train: $(VENV)/installed
@@ -27,6 +27,11 @@ test-parity: $(VENV)/installed
 # The kernels under sanitizers, for NEON under qemu-user, for AVX-512 emulated.
 test-foreign: $(VENV)/installed
 	PATH="$(abspath $(VENV)/bin):$$PATH" bash tests/cpp/foreign.sh
+
+# CUDA kernels through the simulator, in full and under sanitizers; planted bugs.
+test-cuda: $(VENV)/installed
+	$(RUN) -m pytest -m "slow or not slow" tests/test_cuda_simulator.py \
+	  tests/test_cuda_handlers.py tests/test_cuda_status.py
 
 # The suite on every supported version of JAX.
 test-versions:

@@ -4,6 +4,7 @@ from dafjax import (
     allocation as allocation,
     codecs as codecs,
     policies as policies,
+    reductions as reductions,
     stores as stores,
 )
 from dafjax._adaptive_jit import (

@@ -12,6 +12,7 @@ import pytest
 
 from dafjax._native import (
     _cuda_library,
+    _reduce,
     pack_affine,
     pack_bitmask,
     unpack_affine,
@@ -27,8 +28,8 @@ SOURCES = pathlib.Path(__file__).resolve().parents[1] / "xla_ffi"
 def handlers(tmp_path_factory):
     """Builds the handlers and registers them as `simulated_...` on the CPU."""
     target = tmp_path_factory.mktemp("handlers") / "libsimulated.so"
-    ffi = ("affine_checks", "bitmask_checks", "checks", "tied_buffers")
-    ffi += ("cuda_affine", "cuda_bitmask", "cuda_tie")
+    ffi = ("affine_checks", "bitmask_checks", "checks", "reduction_checks")
+    ffi += ("cuda_affine", "cuda_bitmask", "cuda_reduce", "cuda_tie", "tied_buffers")
     sources = [*SOURCES.glob("simulator/*.cc"), *SOURCES.glob("cuda/*.cu")]
     sources += [SOURCES / "ffi" / f"{name}.cc" for name in ffi]
     command = [
@@ -94,6 +95,18 @@ def test_ties_give_what_they_get(handlers):
     arrays = [jnp.arange(7.0), jnp.zeros((0, 3)), jnp.ones((2, 2), jnp.bfloat16)]
     for x, y in zip(arrays, _call("tie", list(map(_like, arrays)), *arrays), strict=True):
         assert_same_bits(x, y)
+
+
+@pytest.mark.parametrize("strategy", range(4))
+def test_reductions_are_those_of_the_cpu(handlers, strategy):
+    x = jax.random.normal(jax.random.key(1), (2, 3, 9001))
+    *expected, scratch = _reduce.minmax_p.bind(x, strategy="auto")
+    results = [*map(_like, expected), _like(scratch)]
+    *actual, _ = _call("minmax", results, x, strategy=strategy)
+    for part, wanted in zip(actual, expected, strict=True):
+        assert_same_bits(part, wanted)
+    total, _ = _call("sum_of_squares", results[1:], x, strategy=strategy)
+    np.testing.assert_allclose(total, jnp.sum(x * x, axis=-1), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

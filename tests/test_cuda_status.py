@@ -145,7 +145,10 @@ def test_programs_for_cuda_have_custom_calls_if_the_library_is_built(monkeypatch
     # A size that no other test lowers, so that nothing is cached.
     x = jax.ShapeDtypeStruct((701,), jnp.float32)
     text = jax.jit(roundtrip).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    for name in _cuda_library.HANDLERS:
+    for name in _cuda_library.HANDLERS.keys() - {
+        "dafjax_minmax",
+        "dafjax_sum_of_squares",
+    }:
         assert f"stablehlo.custom_call @{name}(" in text
     assert "output_operand_alias" in text
     assert "has_side_effect = true" not in text

@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 # library of arrays, and whole programs and models of others, which are long.
 left_out='models test_allocation.py test_benchmarks.py test_build.py
   test_codec_affine.py test_codec_bitmask.py test_codecs.py test_column_blocks.py
-  test_importance.py test_lost_planes.py test_native_variants.py test_page_pool.py
+  test_cuda_simulator.py test_cuda_status.py test_importance.py test_lost_planes.py test_native_variants.py test_page_pool.py
   test_pool_cpp.py test_rounding_statistics.py test_third_party.py
   test_train.py'
 
@@ -64,7 +64,9 @@ for jax in ${*:-0.9.2 0.10.2 0.11.2}; do
   fi
   venv=build/versions/$jax
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  # The CUDA library is built and looked at once, by `make test`.
   "$venv/bin/python" -m pip install --quiet --editable '.[models,dev]' \
+    --config-settings=cmake.define.DAFJAX_CUDA=OFF \
     "jax==$jax" "jaxlib==$jax" || { failed="$failed $jax"; continue; }
   echo "jax $jax${ignore:+, all tests but:$ignore}"
   # shellcheck disable=SC2086  # One option for each file.

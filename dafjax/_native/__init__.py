@@ -36,4 +36,8 @@ from dafjax._native._pool_calls import (
     pool_note as pool_note,
     pool_put as pool_put,
 )
+from dafjax._native._reduce import (
+    minmax as minmax,
+    sum_of_squares as sum_of_squares,
+)
 from dafjax._native._tie import tie as tie

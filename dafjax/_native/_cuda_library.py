@@ -16,6 +16,8 @@ HANDLERS = {
     "dafjax_unpack_affine": "dafjax_cuda_unpack_affine",
     "dafjax_pack_bitmask": "dafjax_cuda_pack_bitmask",
     "dafjax_unpack_bitmask": "dafjax_cuda_unpack_bitmask",
+    "dafjax_minmax": "dafjax_cuda_minmax",
+    "dafjax_sum_of_squares": "dafjax_cuda_sum_of_squares",
     "dafjax_tie": "dafjax_cuda_tie",
 }
 _FILE = "libdafjax_cuda.so"

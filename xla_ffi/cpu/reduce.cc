@@ -61,6 +61,7 @@ uint32_t KeyOf(float v) {
 }
 
 float ValueOf(uint32_t key) {
+  if (key == 0 || key == 0xffffffff) return FloatOf(0x7fc00000);
   const uint32_t bits = (key & 0x80000000) != 0 ? key & 0x7fffffff : ~key;
   return FloatOf(bits) + 0.0f;
 }
@@ -171,7 +172,7 @@ void ReduceRows(Reduction reduction, Strategy strategy, FloatType type, int64_t 
                 int64_t row_elements, const void* x, uint32_t* scratch, float* first,
                 float* second, const Helpers& helpers) {
   if (num_rows == 0) return;
-  const int64_t num_parts = NumParts(num_rows, row_elements);
+  const int64_t num_parts = NumParts(row_elements);
   const int64_t part_elements = CeilDiv(row_elements, num_parts);
   uint32_t* const parts = scratch + num_rows * kStateWords;
   // Threads share memory: there is nothing between a part and the row's state. Sums are

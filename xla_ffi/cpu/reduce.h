@@ -10,7 +10,7 @@
 namespace dafjax {
 
 // Reduces each row to one float32, or two: `second` is unused for a sum. `scratch` has
-// ScratchWords(num_rows, row_elements) words and need not hold anything.
+// ScratchWords(row_elements) words for each row and need not hold anything.
 void ReduceRows(Reduction reduction, Strategy strategy, FloatType type, int64_t num_rows,
                 int64_t row_elements, const void* x, uint32_t* scratch, float* first,
                 float* second, const Helpers& helpers);

@@ -48,7 +48,7 @@ Failure ReduceOnDevice(Stream stream, Reduction reduction, Strategy strategy,
                        FloatType type, int64_t num_rows, int64_t row_elements,
                        const void* x, uint32_t* scratch, float* first, float* second) {
   if (num_rows == 0) return FillEmptyGraph(stream);
-  const int64_t num_parts = NumParts(num_rows, row_elements);
+  const int64_t num_parts = NumParts(row_elements);
   const int64_t blocks = num_rows * num_parts;
   if (const Failure failure = CheckLaunch(blocks)) return failure;
   // A row of one part needs no second step, and no state.

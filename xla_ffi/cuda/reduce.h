@@ -21,6 +21,7 @@ DAFJAX_DEVICE uint32_t KeyOf(float v) {
 // Of a key; the greatest and the least uint32 are keys of none, and give NaN. Zeros become
 // +0, and subnormals too.
 DAFJAX_DEVICE float ValueOf(uint32_t key) {
+  if (key == 0 || key == 0xffffffff) return __uint_as_float(0x7fc00000);
   const uint32_t bits = (key & 0x80000000) != 0 ? key & 0x7fffffff : ~key;
   return __uint_as_float(bits) + 0.0f;
 }

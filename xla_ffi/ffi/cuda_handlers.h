@@ -19,6 +19,8 @@ DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pack_affine(XLA_FFI_CallFrame* call_fra
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_unpack_affine(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pack_bitmask(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_unpack_bitmask(XLA_FFI_CallFrame* call_frame);
+DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_minmax(XLA_FFI_CallFrame* call_frame);
+DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_sum_of_squares(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_tie(XLA_FFI_CallFrame* call_frame);
 
 // What a GPU is, for those who ask through ctypes.

@@ -49,6 +49,15 @@ XLA_FFI_Error* dafjax_pool_note(XLA_FFI_CallFrame* call_frame);
 // attributes: ledger, the hash of its name, int64; sites, n int64
 XLA_FFI_Error* dafjax_ledger_note(XLA_FFI_CallFrame* call_frame);
 
+// x [*batch, n] float32, bfloat16 or float16
+//   -> minimum, maximum [*batch] float32,
+//      scratch [*batch, ScratchWords(n)] uint32: format/reduction.h
+// attributes: strategy, int64, the number of a Strategy
+XLA_FFI_Error* dafjax_minmax(XLA_FFI_CallFrame* call_frame);
+
+// x -> sum [*batch] float32, scratch: as above
+XLA_FFI_Error* dafjax_sum_of_squares(XLA_FFI_CallFrame* call_frame);
+
 // Any operands -> the same values. Each result normally shares the operand's memory.
 XLA_FFI_Error* dafjax_tie(XLA_FFI_CallFrame* call_frame);
 

@@ -17,30 +17,28 @@ enum class Strategy { kParallel, kAtomic, kHybrid, kAuto };
 
 constexpr bool IsStrategy(int64_t value) { return value >= 0 && value <= 3; }
 
-// A row is cut into parts of so many elements at least; all rows together have no more
-// parts than this, unless they are more themselves.
+// A row is cut into parts of so many elements at least, and into so many at most. The
+// number depends on nothing else, so that devices may share the rows out.
 inline constexpr int64_t kLeastPartElements = 8192;
 inline constexpr int64_t kMostParts = 1024;
 
-constexpr int64_t NumParts(int64_t num_rows, int64_t row_elements) {
+constexpr int64_t NumParts(int64_t row_elements) {
   const int64_t wanted = CeilDiv(row_elements, kLeastPartElements);
-  const int64_t most = num_rows > 1 ? kMostParts / num_rows : kMostParts;
-  const int64_t parts = wanted < most ? wanted : most;
+  const int64_t parts = wanted < kMostParts ? wanted : kMostParts;
   return parts > 1 ? parts : 1;
 }
 
-// The memory that a reduction needs besides, in uint32: for each row its state, and then
-// for each row its parts.
+// The memory that a reduction needs besides, in uint32 for each row: the state and the
+// parts. First come the states of all rows, and then the parts of all rows.
 inline constexpr int64_t kStateWords = 4;  // two of the result, a ticket, and padding
 inline constexpr int64_t kPartWords = 2;
 
-constexpr int64_t ScratchWords(int64_t num_rows, int64_t row_elements) {
-  return num_rows * (kStateWords + kPartWords * NumParts(num_rows, row_elements));
+constexpr int64_t ScratchWords(int64_t row_elements) {
+  return kStateWords + kPartWords * NumParts(row_elements);
 }
 
-static_assert(NumParts(1, 0) == 1 && NumParts(1, 8193) == 2);
-static_assert(NumParts(1, int64_t{1} << 40) == 1024 && NumParts(5000, 1 << 20) == 1);
-static_assert(NumParts(0, 1 << 20) == 128);
+static_assert(NumParts(0) == 1 && NumParts(8192) == 1 && NumParts(8193) == 2);
+static_assert(NumParts(int64_t{1} << 40) == 1024);
 
 }  // namespace dafjax
 

@@ -47,6 +47,8 @@ py::dict Handlers() {
   handlers["dafjax_pool_get"] = capsule(dafjax_pool_get);
   handlers["dafjax_pool_note"] = capsule(dafjax_pool_note);
   handlers["dafjax_ledger_note"] = capsule(dafjax_ledger_note);
+  handlers["dafjax_minmax"] = capsule(dafjax_minmax);
+  handlers["dafjax_sum_of_squares"] = capsule(dafjax_sum_of_squares);
   handlers["dafjax_tie"] = capsule(dafjax_tie);
   return handlers;
 }

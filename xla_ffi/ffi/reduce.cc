@@ -1,0 +1,68 @@
+#include <cstdint>
+#include <string>
+
+#include "cpu/reduce.h"
+#include "ffi/handlers.h"
+#include "ffi/helpers.h"
+#include "ffi/reduction_checks.h"
+#include "format/reduction.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace dafjax {
+namespace {
+
+namespace ffi = xla::ffi;
+
+using Result = ffi::Result<ffi::AnyBuffer>;
+
+float* FloatsOf(const ffi::AnyBuffer& result) {
+  return static_cast<float*>(result.untyped_data());
+}
+
+uint32_t* WordsOf(const ffi::AnyBuffer& result) {
+  return static_cast<uint32_t*>(result.untyped_data());
+}
+
+ffi::Error MinMaxHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, Result minimum,
+                         Result maximum, Result scratch, int64_t strategy) {
+  const std::string call = "minmax";
+  const ffi::ErrorOr<ReductionCall> of =
+      CheckReduction(call, x, *minimum, &*maximum, *scratch, strategy);
+  if (of.has_error()) return of.error();
+  ReduceRows(Reduction::kMinMax, of->strategy, of->type, of->num_rows,
+             of->row_elements, x.untyped_data(), WordsOf(*scratch),
+             FloatsOf(*minimum), FloatsOf(*maximum), HelpersOf(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error SumOfSquaresHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, Result sum,
+                               Result scratch, int64_t strategy) {
+  const std::string call = "sum_of_squares";
+  const ffi::ErrorOr<ReductionCall> of =
+      CheckReduction(call, x, *sum, nullptr, *scratch, strategy);
+  if (of.has_error()) return of.error();
+  ReduceRows(Reduction::kSumOfSquares, of->strategy, of->type, of->num_rows,
+             of->row_elements, x.untyped_data(), WordsOf(*scratch),
+             FloatsOf(*sum), nullptr, HelpersOf(pool));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace dafjax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_minmax, dafjax::MinMaxHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Ret<xla::ffi::AnyBuffer>()  // minimum
+                                  .Ret<xla::ffi::AnyBuffer>()  // maximum
+                                  .Ret<xla::ffi::AnyBuffer>()  // scratch
+                                  .Attr<int64_t>("strategy"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_sum_of_squares, dafjax::SumOfSquaresHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Ret<xla::ffi::AnyBuffer>()  // sum
+                                  .Ret<xla::ffi::AnyBuffer>()  // scratch
+                                  .Attr<int64_t>("strategy"));
