@@ -28,8 +28,10 @@ test-parity: $(VENV)/installed
 test-foreign: $(VENV)/installed
 	PATH="$(abspath $(VENV)/bin):$$PATH" bash tests/cpp/foreign.sh
 
-# CUDA kernels through the simulator, in full and under sanitizers; planted bugs.
+# CUDA kernels through the simulator, in full and under sanitizers; planted bugs; and the
+# machine code.
 test-cuda: $(VENV)/installed
+	PATH="$(abspath $(VENV)/bin):$$PATH" sh tests/cpp/sass.sh
 	$(RUN) -m pytest -m "slow or not slow" tests/test_cuda_simulator.py \
 	  tests/test_cuda_handlers.py tests/test_cuda_status.py
 

@@ -9,9 +9,9 @@ how parts of a row are put together:
   sum may differ from call to call.
 - `"hybrid"`: threads that share memory combine what they have, and the last of their
   groups to be done finishes the row. Sums are always combined in the same order.
-- `"auto"`: a row of one part (8192 elements) needs no second step and takes `"parallel"`,
-  longer ones take `"hybrid"` on a GPU and `"parallel"` on a CPU. This is a rule, not a
-  measurement.
+- `"auto"`: a row of one part (8192 elements) needs no second step and takes
+  `"parallel"`, longer ones take `"hybrid"` on a GPU and `"parallel"` on a CPU. This is
+  a rule, not a measurement.
 
 Subnormal values count as zero, and zeros are +0.
 """
@@ -30,8 +30,8 @@ def minmax(x: Array, *, strategy: str = "auto") -> tuple[Array, Array]:
             same.
 
     Returns:
-        `(minimum, maximum)`: arrays `[*batch]` of the dtype of `x`. Both are NaN where a
-        row has a NaN; those of an empty row are +Inf and -Inf.
+        `(minimum, maximum)`: arrays `[*batch]` of the dtype of `x`. Both are NaN where
+        a row has a NaN; those of an empty row are +Inf and -Inf.
 
     Raises:
         TypeError: `x` has another dtype.

@@ -93,7 +93,9 @@ def test_bitmasks_are_those_of_the_cpu(handlers, size):
 
 def test_ties_give_what_they_get(handlers):
     arrays = [jnp.arange(7.0), jnp.zeros((0, 3)), jnp.ones((2, 2), jnp.bfloat16)]
-    for x, y in zip(arrays, _call("tie", list(map(_like, arrays)), *arrays), strict=True):
+    for x, y in zip(
+        arrays, _call("tie", list(map(_like, arrays)), *arrays), strict=True
+    ):
         assert_same_bits(x, y)
 
 
@@ -125,9 +127,12 @@ def test_bad_attributes_are_named(handlers, change, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(
             _call(
-                "pack_affine", list(map(_like, packed)), x, jnp.uint32(0),
+                "pack_affine",
+                list(map(_like, packed)),
+                x,
+                jnp.uint32(0),
                 **(code | change),
-            )  # fmt: skip
+            )
         )
 
 

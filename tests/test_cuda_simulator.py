@@ -60,9 +60,7 @@ class Build:
             objects.append(self._compile(self.sources / name, *flags))
         objects.append(self._compile(TESTS / f"{test}.cc", *self.flags))
         target = self.folder / test
-        _call(
-            os.environ.get("CXX", "c++"), *FLAGS, *self.flags, *objects, "-o", target
-        )
+        _call(os.environ.get("CXX", "c++"), *FLAGS, *self.flags, *objects, "-o", target)
         return target
 
 
@@ -157,8 +155,8 @@ def test_reductions_are_sound_under_sanitizers(builds, sanitizer, what):
     _assert_passes(builds[sanitizer].program("cuda_reduce_test", REDUCTIONS), what)
 
 
-# File, what is there, what is put in its place, and who finds it. Each is a mistake that
-# one could make.
+# File, what is there, what is put in its place, and who finds it. Each is a mistake
+# that one could make.
 MUTANTS = {
     "ranges are read before they are written": (
         "cuda/pack_columns.h",

@@ -45,7 +45,11 @@ def test_nothing_is_in_the_way_where_all_is_there():
 OBSTACLES = [
     ({"path": None}, "built without CUDA", "DAFJAX_CUDA=ON"),
     ({"driver_version": None}, "no NVIDIA driver", "--runtime nvidia"),
-    ({"driver_version": (12, 6)}, "supports CUDA 12.6, .* with CUDA 13.0", "CUDA 12 on"),
+    (
+        {"driver_version": (12, 6)},
+        "supports CUDA 12.6, .* with CUDA 13.0",
+        "CUDA 12 on",
+    ),
     ({"devices": ()}, "sees no GPU", "CUDA_VISIBLE_DEVICES"),
     (
         {"devices": (CudaDevice("Pascal", (6, 1), integrated=False),)},

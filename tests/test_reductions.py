@@ -86,7 +86,9 @@ def test_rows_are_shared_out_among_devices():
     )
     compiled = jax.jit(reductions.minmax).lower(x).compile()
     assert "all-gather" not in compiled.as_text()
-    for actual, wanted in zip(compiled(x), reductions.minmax(np.asarray(x)), strict=True):
+    for actual, wanted in zip(
+        compiled(x), reductions.minmax(np.asarray(x)), strict=True
+    ):
         assert_same_bits(actual, wanted)
 
 

@@ -25,7 +25,7 @@ _FILE = "libdafjax_cuda.so"
 
 def find() -> pathlib.Path | None:
     """Returns where the library is, or None if dafjax was built without CUDA."""
-    # Beside the extension module, which an editable install puts elsewhere than sources.
+    # Beside the extension module: an editable install has them apart from the sources.
     spec = importlib.util.find_spec("dafjax._native._cpu")
     if spec is None or spec.origin is None:
         return None

@@ -5,7 +5,7 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Sequence
 
-from dafjax._native import _cuda_library, _library
+from dafjax._native import _cuda_library
 
 
 _BUILD = (
@@ -125,8 +125,8 @@ def _obstacle(status: CudaStatus) -> tuple[str | None, str | None]:
     runtime = status.runtime_version
     if runtime is not None and status.driver_version[0] < runtime[0]:
         return (
-            f"The driver supports CUDA {_dotted(status.driver_version)}, but dafjax was "
-            f"built with CUDA {_dotted(runtime)}.",
+            f"The driver supports CUDA {_dotted(status.driver_version)}, but dafjax "
+            f"was built with CUDA {_dotted(runtime)}.",
             "Update the driver, or rebuild dafjax with the `nvcc` of CUDA "
             f"{status.driver_version[0]} on the PATH.",
         )
