@@ -32,8 +32,9 @@ DAFJAX_DEVICE float ValueOf(uint32_t key) {
 // The complement of the least key and the greatest key: of both the greatest counts, and
 // that of NaN is greater than all.
 struct MinMaxOfPart {
-  DAFJAX_DEVICE MinMaxOfPart()
-      : lo(__uint_as_float(0x7f800000)), hi(__uint_as_float(0xff800000)), has_nan(false) {}
+  static DAFJAX_DEVICE MinMaxOfPart Start() {
+    return {__uint_as_float(0x7f800000), __uint_as_float(0xff800000), false};
+  }
   DAFJAX_DEVICE void Add(float v) {
     lo = fminf(lo, v);
     hi = fmaxf(hi, v);
@@ -61,7 +62,7 @@ struct MinMaxOfPart {
 };
 
 struct SumOfSquaresOfPart {
-  DAFJAX_DEVICE SumOfSquaresOfPart() : sum(0.0f) {}
+  static DAFJAX_DEVICE SumOfSquaresOfPart Start() { return {0.0f}; }
   DAFJAX_DEVICE void Add(float v) { sum = fmaf(v, v, sum); }
   DAFJAX_DEVICE uint2 Words() const { return make_uint2(__float_as_uint(sum), 0); }
   static DAFJAX_DEVICE uint2 Combine(uint2 a, uint2 b) {
@@ -107,7 +108,7 @@ DAFJAX_DEVICE uint2 ReduceOwnElements(const ReduceJob& job, int64_t row, int64_t
   constexpr int64_t kStretch = int64_t{kReduceThreads} * kThreadLanes * kLoads;
   const ConstFloatArray x = job.x.From(row * job.row_elements);
   const int64_t n = job.row_elements;
-  Part sum;
+  Part sum = Part::Start();
   DAFJAX_NO_UNROLL
   for (int64_t begin = part * kStretch; begin < n; begin += job.num_parts * kStretch) {
     const int64_t first = begin + static_cast<int>(threadIdx.x) * kThreadLanes;
