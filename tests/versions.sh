@@ -38,8 +38,10 @@ python_for() {  # jax
 }
 
 ignore=
+cuda=AUTO
 if [ "${1-}" = --part ]; then
   shift
+  cuda=OFF  # `make test` builds it and looks at it
   for name in $left_out; do
     ls "tests/$name" >/dev/null
     ignore="$ignore --ignore=tests/$name"
@@ -64,9 +66,8 @@ for jax in ${*:-0.9.2 0.10.2 0.11.2}; do
   fi
   venv=build/versions/$jax
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-  # The CUDA library is built and looked at once, by `make test`.
   "$venv/bin/python" -m pip install --quiet --editable '.[models,dev]' \
-    --config-settings=cmake.define.DAFJAX_CUDA=OFF \
+    --config-settings=cmake.define.DAFJAX_CUDA=$cuda \
     "jax==$jax" "jaxlib==$jax" || { failed="$failed $jax"; continue; }
   echo "jax $jax${ignore:+, all tests but:$ignore}"
   # shellcheck disable=SC2086  # One option for each file.

@@ -26,11 +26,10 @@ endif()
 include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
-  set(remedy
+  string(CONCAT remedy
     "Install the CUDA toolkit (JetPack has it; elsewhere see "
     "https://developer.nvidia.com/cuda-downloads) and put nvcc on the PATH, or set the "
     "environment variable CUDACXX to it.")
-  string(JOIN "" remedy ${remedy})
   if(DAFJAX_CUDA STREQUAL "ON")
     message(FATAL_ERROR
       "DAFJAX_CUDA is ON, but no CUDA compiler that works was found. ${remedy}")
