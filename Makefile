@@ -3,6 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Of the CUDA library in the source tree: Orin, H200, and what drivers translate for others.
+# Wheels have code for all; to compile that takes two minutes.
+CUDA_ARCHITECTURES ?= 87-real;90-real;80-virtual
 SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt -o -name '*.cu' -o -name '*.cmake')
 
 .PHONY: train test test-slow test-parity test-foreign test-cuda test-versions test-other-version lint doctor bench clean
@@ -29,7 +32,7 @@ test-foreign: $(VENV)/installed
 	PATH="$(abspath $(VENV)/bin):$$PATH" bash tests/cpp/foreign.sh
 
 # CUDA kernels through the simulator, in full and under sanitizers; planted bugs; and the
-# machine code.
+# machine code of a wheel.
 test-cuda: $(VENV)/installed
 	PATH="$(abspath $(VENV)/bin):$$PATH" sh tests/cpp/sass.sh
 	$(RUN) -m pytest -m "slow or not slow" tests/test_cuda_simulator.py \
@@ -85,7 +88,8 @@ $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dafjax needs Python 3.11 or newer: make PYTHON=python3.11")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[models,dev]'
+	$(RUN) -m pip install --quiet --editable '.[models,dev]' \
+	  --config-settings='cmake.define.DAFJAX_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)'
 	touch $@
 
 clean:

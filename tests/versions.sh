@@ -15,9 +15,9 @@ cd "$(dirname "$0")/.."
 # library of arrays, and whole programs and models of others, which are long.
 left_out='models test_allocation.py test_benchmarks.py test_build.py
   test_codec_affine.py test_codec_bitmask.py test_codecs.py test_column_blocks.py
-  test_cuda_simulator.py test_cuda_status.py test_importance.py test_lost_planes.py test_native_variants.py test_page_pool.py
-  test_pool_cpp.py test_rounding_statistics.py test_third_party.py
-  test_train.py'
+  test_cuda_simulator.py test_cuda_status.py test_importance.py test_lost_planes.py
+  test_native_variants.py test_page_pool.py test_pool_cpp.py test_rounding_noise.py
+  test_rounding_statistics.py test_third_party.py test_train.py'
 
 find_python() {  # version
   for python in "python$1" "$HOME"/.pyenv/versions/"$1".*/bin/python; do

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Looks at the machine code of the CUDA library, for each architecture: no kernel uses
-# local memory, arithmetic flushes subnormals, loads and stores are of 16 bytes. Fetches
-# NVIDIA's disassembler into build/cuda-tools.
+# Looks at the machine code of the CUDA library of a wheel, for each architecture: no
+# kernel uses local memory, arithmetic flushes subnormals, loads and stores are of 16
+# bytes. Fetches NVIDIA's disassembler into build/cuda-tools.
 set -eu
 cd "$(dirname "$0")/../.."
 tools=build/cuda-tools
@@ -10,11 +10,12 @@ python=${PYTHON:-python3}
   "$python" -m pip install -q --no-deps --target "$tools" \
     nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 PATH="$(echo "$PWD/$tools"/nvidia/*/bin):$PATH"
-library=${1:-$("$python" -c '
-from dafjax._native import _cuda_library
-print(_cuda_library.find() or "")')}
-if [ -z "$library" ]; then
-  echo "dafjax was built without CUDA: there is no machine code to look at" >&2
+rm -rf "$tools/wheel"
+"$python" -m pip wheel -q --no-deps --wheel-dir "$tools/wheel" .
+"$python" -m zipfile -e "$tools"/wheel/*.whl "$tools/wheel"
+library=$tools/wheel/dafjax/_native/libdafjax_cuda.so
+if [ ! -e "$library" ]; then
+  echo "the wheel was built without CUDA: there is no machine code to look at" >&2
   exit 1
 fi
 
