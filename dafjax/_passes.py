@@ -112,7 +112,9 @@ def run_forward(
             default=None,
         )
         if pending and ties.forward and carrier is not None:
-            env[carrier], token, *_ = tie(env[carrier], token, *pending)
+            env[carrier], token, *_ = tie(
+                env[carrier], token, *pending, all_are_read=False
+            )
             pending.clear()
 
     def keep(value: int, now: int) -> None:
@@ -333,7 +335,7 @@ def _tied_to(gradients: list[Any], done: jax.Array) -> list[Any]:
     """Makes gradients depend on a call that is made for what else it does."""
     for number, gradient in enumerate(gradients):
         if _can_be_tied(gradient) and gradient.dtype != jax.dtypes.float0:
-            tied, _ = tie(gradient, done)
+            tied, _ = tie(gradient, done, all_are_read=False)
             return [*gradients[:number], tied, *gradients[number + 1 :]]
     return gradients
 
@@ -371,7 +373,9 @@ def _read_late(plan: ProgramPlan, equation: Equation) -> Container[Atom]:
     """Returns the operands of an equation that are there long before they are needed.
 
     All those of an equation that makes much of little, as random bits of a key: what
-    little that is, is mostly there from the start. And large slices.
+    little that is, is mostly there from the start. And large slices, and large
+    arguments that are copied before they are read: XLA:GPU would rearrange the weights
+    of all convolutions at the start.
     """
     if is_cheap(equation.primitive):
         return ()
@@ -380,8 +384,10 @@ def _read_late(plan: ProgramPlan, equation: Equation) -> Container[Atom]:
     made = sum(program.nbytes(v) for v in equation.outputs)
     if read < _LITTLE_NBYTES < made:
         return equation.inputs
-    sliced = plan.slices.intersection(equation.input_values)
-    return [v for v in sliced if is_large(program, v)]
+    late = set(plan.slices.intersection(equation.input_values))
+    if rearranges_operands(equation.primitive):
+        late.update(v for v in equation.input_values if v < program.num_arguments)
+    return [v for v in late if is_large(program, v)]
 
 
 _LITTLE_NBYTES = 1024

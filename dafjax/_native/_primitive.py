@@ -30,6 +30,7 @@ def make_primitive(
     attributes: Callable[..., dict[str, Any]],
     division: Callable[..., DivisionRule],
     aliased: bool = False,
+    is_call_on_cuda: Callable[..., bool] = lambda **_: True,
 ) -> Primitive:
     """Makes a primitive that is a custom call on CPUs and, if it is built, on CUDA.
 
@@ -43,6 +44,8 @@ def make_primitive(
         attributes: The custom call's attributes from the primitive's parameters.
         division: From the operands' types, which dimensions devices may share out.
         aliased: Whether result `i` takes the buffer of operand `i`.
+        is_call_on_cuda: From the primitive's parameters, whether it is a custom call
+            on CUDA.
     """
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
@@ -70,7 +73,7 @@ def make_primitive(
     def lower_on_cuda(
         context: mlir.LoweringRuleContext, *operands: Any, **params: Static
     ) -> Sequence[Any]:
-        if not _cuda_library.register():
+        if not is_call_on_cuda(**params) or not _cuda_library.register():
             return lower_reference(context, *operands, **params)
         return lower_to_custom_call(context, *operands, **params)
 

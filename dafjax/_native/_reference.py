@@ -242,8 +242,9 @@ def unpack_bitmask(words: Array, *after: Array, size: int) -> Array:
     return _cut(fields, size) != jnp.uint32(0)
 
 
-def tie(*arrays: Array) -> tuple[Array, ...]:
-    """Returns its arguments, none before all are there."""
+def tie(*arrays: Array, all_are_read: bool) -> tuple[Array, ...]:
+    """Returns its arguments, none before all are there that are read."""
+    del all_are_read
     return tuple(lax.optimization_barrier(arrays))
 
 
