@@ -6,9 +6,12 @@ RUN := $(VENV)/bin/python
 # Of the CUDA library in the source tree: Orin, H200, and what drivers translate for others.
 # Wheels have code for all; to compile that takes two minutes.
 CUDA_ARCHITECTURES ?= 87-real;90-real;80-virtual
+# JAX's CUDA plugin has a folder of its own, so that nothing else finds it.
+GPU_PLUGIN := build/gpu-plugin
+WITH_PLUGIN := JAX_PLATFORMS=cpu PYTHONPATH="$(abspath $(GPU_PLUGIN))"
 SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt -o -name '*.cu' -o -name '*.cmake')
 
-.PHONY: train test test-slow test-parity test-foreign test-cuda test-versions test-other-version lint doctor bench clean
+.PHONY: train test test-slow test-parity test-foreign test-cuda test-gpu-programs test-versions test-other-version lint doctor bench bench-gpu-programs clean
 
 # ResNet-18 on handwritten digits: plain, jax.checkpoint, dafjax at 2 bits.
 train: $(VENV)/installed
@@ -20,7 +23,7 @@ test: $(VENV)/installed
 
 # Statistics with more draws, wheels, full-size models.
 test-slow: $(VENV)/installed
-	$(RUN) -m pytest -m "slow and not cuda and not parity"
+	$(RUN) -m pytest -m "slow and not cuda and not parity and not gpu_programs"
 
 # Models beside those of PyTorch `transformers`, in full size too.
 test-parity: $(VENV)/installed
@@ -37,6 +40,10 @@ test-cuda: $(VENV)/installed
 	PATH="$(abspath $(VENV)/bin):$$PATH" sh tests/cpp/sass.sh
 	$(RUN) -m pytest -m "slow or not slow" tests/test_cuda_simulator.py \
 	  tests/test_cuda_handlers.py tests/test_cuda_status.py
+
+# Programs for GPUs, compiled by XLA:GPU without a GPU.
+test-gpu-programs: $(GPU_PLUGIN)/installed
+	$(WITH_PLUGIN) $(RUN) -m pytest -m gpu_programs tests/test_gpu_programs.py
 
 # The suite on every supported version of JAX.
 test-versions:
@@ -83,6 +90,18 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.accuracy --seeds 5
 	$(RUN) -m benchmarks.accuracy --contenders none fixed adaptive --seeds 5 --width 8 \
 	  --epochs 3 --out benchmarks/results/accuracy_adaptive.json
+
+# Memory of programs for GPUs, compiled without one.
+bench-gpu-programs: $(GPU_PLUGIN)/installed
+	$(WITH_PLUGIN) $(RUN) -m benchmarks.gpu_memory
+
+# The extra `gpu-programs`, in the version of the jax that is installed. Libraries of
+# CUDA and a driver are not needed.
+$(GPU_PLUGIN)/installed: $(VENV)/installed
+	version=$$($(RUN) -c 'import jax; print(jax.__version__)') && \
+	$(RUN) -m pip install --quiet --upgrade --no-deps --target $(GPU_PLUGIN) \
+	  "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
+	touch $@
 
 $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dafjax needs Python 3.11 or newer: make PYTHON=python3.11")'

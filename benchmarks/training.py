@@ -76,14 +76,23 @@ class Workload:
         """The loss, wrapped by the method."""
         return self.method.wrap_loss(step.make_loss(self.task, self.model))
 
-    def compile(self, *, scheduler: str = "default") -> jax.stages.Compiled:
-        """Compiles the whole training step, its state donated."""
+    def compile(
+        self,
+        *,
+        scheduler: str = "default",
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> jax.stages.Compiled:
+        """Compiles the whole training step, its state donated.
+
+        Args:
+            scheduler: A name of `SCHEDULERS`.
+            sharding: On what it would run; None: on this machine.
+        """
+        batch = step.abstract_batch(self.task, self.batch)
+        arguments = self.abstract_state(), {}, self.key, *batch
         return step.compile_train_step(
             step.make_train_step(self.loss, self.optimizer),
-            self.abstract_state(),
-            {},
-            self.key,
-            *step.abstract_batch(self.task, self.batch),
+            *place(arguments, sharding),
             compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]},
         )
 
@@ -152,6 +161,13 @@ class Workload:
         For methods of dafjax it checks what `saved_residuals` reports.
         """
         return memory.saved_residual_nbytes(self.loss, *self.abstract_arguments())
+
+
+def place(tree: ArrayTree, sharding: jax.sharding.Sharding | None) -> ArrayTree:
+    """Returns arrays in shape, dtype and place only."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
 
 
 def loss(output: tuple[step.TrainState, step.Metrics]) -> jax.Array:

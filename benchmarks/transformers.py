@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.methods import Method, make_method
-from benchmarks.training import SCHEDULERS
+from benchmarks.training import SCHEDULERS, place
 from models import lora, losses
 from models.gpt2 import GPT2, GPT2Config, next_token_loss
 from models.roberta import Roberta, RobertaConfig
@@ -148,9 +148,19 @@ class Workload:
         """Draws the arguments of the loss, equal for all methods."""
         return *jax.jit(self.init)(jax.random.key(0)), *self.draw_batch()
 
-    def compile(self, *, scheduler: str = "default") -> jax.stages.Compiled:
-        """Compiles loss and gradient."""
-        arguments = jax.eval_shape(self.draw)
+    def compile(
+        self,
+        *,
+        scheduler: str = "default",
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> jax.stages.Compiled:
+        """Compiles loss and gradient.
+
+        Args:
+            scheduler: A name of `SCHEDULERS`.
+            sharding: On what they would run; None: on this machine.
+        """
+        arguments = place(jax.eval_shape(self.draw), sharding)
         lowered = jax.jit(jax.value_and_grad(self.loss)).lower(*arguments)
         return lowered.compile(
             compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]}
