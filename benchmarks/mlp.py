@@ -69,11 +69,16 @@ class Workload:
             lambda params, x: jnp.mean(self.model.apply(params, x) ** 2)
         )
 
-    def step(self, params: ArrayTree, x: jax.Array) -> tuple[ArrayTree, jax.Array]:
-        """Takes a step of gradient descent."""
-        value, gradient = jax.value_and_grad(self.loss)(params, x)
-        params = jax.tree.map(lambda w, g: w - _LEARNING_RATE * g, params, gradient)
-        return params, value
+    def make_step(self) -> Callable[..., tuple[ArrayTree, jax.Array]]:
+        """Returns a step of gradient descent; no trace of another is taken for it."""
+        value_and_grad = jax.value_and_grad(self.loss)
+
+        def step(params: ArrayTree, x: jax.Array) -> tuple[ArrayTree, jax.Array]:
+            value, gradient = value_and_grad(params, x)
+            params = jax.tree.map(lambda w, g: w - _LEARNING_RATE * g, params, gradient)
+            return params, value
+
+        return step
 
     def compile(
         self, *, sharding: jax.sharding.Sharding | None = None
@@ -85,7 +90,7 @@ class Workload:
         """
         x = jax.ShapeDtypeStruct((self.tokens, self.width), jnp.float32)
         params = jax.eval_shape(self.model.init, jax.random.key(0), x)
-        lowered = jax.jit(self.step, donate_argnums=0).lower(
+        lowered = jax.jit(self.make_step(), donate_argnums=0).lower(
             *place((params, x), sharding)
         )
         return lowered.compile(

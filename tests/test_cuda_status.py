@@ -127,7 +127,7 @@ def test_a_library_that_does_not_load_is_an_error_when_programs_need_it(
     monkeypatch.setattr(_cuda_library, "find", lambda: broken)
     _cuda_library.register.cache_clear()
     with pytest.raises(LibraryError, match=r"does not load.*Rebuild it"):
-        jax.jit(tie).trace(jnp.ones(3)).lower(lowering_platforms=("cuda",))
+        jax.jit(pack_bitmask).trace(jnp.ones(3) > 0).lower(lowering_platforms=("cuda",))
     _cuda_library.register.cache_clear()
 
 
@@ -142,7 +142,8 @@ def test_programs_for_cuda_have_custom_calls_if_the_library_is_built(monkeypatch
     def roundtrip(x):
         code = {"bits": 2, "block_size": 64}
         packed = pack_affine(x, jnp.uint32(0), stochastic=True, **code)
-        (x,) = tie(unpack_affine(*packed, x, size=701, dtype=jnp.float32, **code))
+        x = unpack_affine(*packed, x, size=701, dtype=jnp.float32, **code)
+        x, _ = tie(x, packed[0], all_are_read=False)
         mask = unpack_bitmask(pack_bitmask(x > 0), x, size=701)
         return jnp.where(mask, x, 0.0)
 
@@ -156,6 +157,13 @@ def test_programs_for_cuda_have_custom_calls_if_the_library_is_built(monkeypatch
         assert f"stablehlo.custom_call @{name}(" in text
     assert "output_operand_alias" in text
     assert "has_side_effect = true" not in text
+
+
+def test_a_tie_is_a_barrier_on_cuda_if_all_its_results_are_read(monkeypatch):
+    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    lowered = jax.jit(tie).trace(jnp.ones(709)).lower(lowering_platforms=("cuda",))
+    assert "stablehlo.optimization_barrier" in lowered.as_text()
+    assert "dafjax_tie" not in lowered.as_text()
 
 
 def test_the_handlers_are_the_only_functions_that_are_needed():

@@ -1,0 +1,95 @@
+"""Whole programs for GPUs, compiled without one: custom calls, memory, what ties do."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from benchmarks.gpu_devices import GPUS, one_device
+from benchmarks.methods import make_method
+from benchmarks.mlp import Workload
+from dafjax import _remat_compress
+from dafjax._native import _cuda_library, tie
+from dafjax._passes import Ties
+
+
+pytestmark = pytest.mark.gpu_programs
+
+HERE = "H200"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_anew():
+    """What is compiled for a device that is not there cannot be loaded again."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@functools.cache
+def compiled(method, device=HERE, *, layers=16, ties=True, library=True):
+    """Compiles a step of blocks whose activations have 2, 8 and 8 MiB."""
+    workload = Workload(make_method(method, bits=2), layers, width=256, tokens=2048)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not ties:
+            none = Ties(**{name: False for name in Ties.__dataclass_fields__})
+            monkeypatch.setattr(_remat_compress, "Ties", lambda: none)
+        if not library:
+            monkeypatch.setattr(_cuda_library, "register", lambda: False)
+        return workload.compile(sharding=one_device(GPUS[device]))
+
+
+def temp_nbytes(*args, **kwargs):
+    return compiled(*args, **kwargs).memory_analysis().temp_size_in_bytes
+
+
+def custom_calls(program):
+    return set(re.findall(r'custom_call_target="(dafjax_\w+)"', program.as_text()))
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_a_program_packs_and_unpacks_by_custom_calls(device):
+    calls = custom_calls(compiled("compress", device))
+    assert calls >= {"dafjax_pack_affine", "dafjax_unpack_affine"}
+
+
+def test_beside_custom_calls_nothing_packs():
+    """What jax.numpy packs with is shifts; no other part of the program has any."""
+    assert "shift-" not in compiled("compress", layers=2).as_text()
+    without = compiled("compress", layers=2, library=False)
+    assert "shift-" in without.as_text()
+    assert custom_calls(without) == set()
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_a_step_needs_less_than_plain_and_checkpoint(device):
+    got = temp_nbytes("compress", device)
+    assert got < 0.16 * temp_nbytes("save_all", device)
+    assert got < 0.9 * temp_nbytes("remat_full", device)
+
+
+def test_without_ties_little_is_saved():
+    untied = temp_nbytes("compress", ties=False)
+    assert untied > 0.4 * temp_nbytes("save_all")
+    assert untied > 3 * temp_nbytes("compress")
+
+
+def aside(all_are_read):
+    """Compiles a tie whose second result nobody reads, and what it is made of."""
+
+    def function(x):
+        return tie(x, jnp.sin(x), all_are_read=all_are_read)[0]
+
+    x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=one_device(GPUS[HERE]))
+    return jax.jit(function).lower(x).compile().as_text()
+
+
+def test_a_tie_holds_on_to_what_nobody_reads():
+    assert "sine" in aside(all_are_read=False)
+    # What such a tie is a custom call for.
+    assert "sine" not in aside(all_are_read=True)
