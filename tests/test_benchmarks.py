@@ -62,6 +62,7 @@ PROGRAMS = (
     "accuracy",
     "transformer_memory",
     "eager_overhead",
+    "gpu_memory",
     "importance",
     "largest_batch",
     "layer_growth",
