@@ -4,7 +4,7 @@ It needs JAX's CUDA plugin, of the version of jaxlib, and no library or driver o
 `make bench-gpu-programs` puts it into a folder of its own and runs all of this.
 
 Examples:
-    JAX_PLATFORMS=cpu PYTHONPATH=build/gpu-programs python -m benchmarks.gpu_memory
+    JAX_PLATFORMS=cpu PYTHONPATH=build/gpu-plugin python -m benchmarks.gpu_memory
         --devices Orin --programs mlp
 """
 
