@@ -12,7 +12,6 @@ from dafjax._adaptive_jit import (
     adaptive_jit as adaptive_jit,
 )
 from dafjax._bits import Bits as Bits
-from dafjax._cuda_status import cuda_status as cuda_status
 from dafjax._custom_calls import custom_calls as custom_calls
 from dafjax._estimate import (
     Estimate as Estimate,
@@ -20,7 +19,7 @@ from dafjax._estimate import (
     estimate as estimate,
 )
 from dafjax._fit_batch import FittedBatch as FittedBatch, fit_batch as fit_batch
-from dafjax._native import CudaStatus as CudaStatus
+from dafjax._native import CudaStatus as CudaStatus, cuda_status as cuda_status
 from dafjax._remat_compress import remat_compress as remat_compress
 from dafjax._targets import (
     AverageBits as AverageBits,

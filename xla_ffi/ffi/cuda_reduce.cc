@@ -15,14 +15,6 @@ namespace ffi = xla::ffi;
 
 using Result = ffi::Result<ffi::AnyBuffer>;
 
-float* FloatsOf(const ffi::AnyBuffer& result) {
-  return static_cast<float*>(result.untyped_data());
-}
-
-uint32_t* WordsOf(const ffi::AnyBuffer& result) {
-  return static_cast<uint32_t*>(result.untyped_data());
-}
-
 ffi::Error MinMaxHandler(Stream stream, ffi::AnyBuffer x, Result minimum,
                          Result maximum, Result scratch, int64_t strategy) {
   const std::string call = "minmax";

@@ -27,6 +27,14 @@ xla::ffi::ErrorOr<ReductionCall> CheckReduction(const std::string& call,
                                                 const xla::ffi::AnyBuffer& scratch,
                                                 int64_t strategy);
 
+// What has been checked.
+inline float* FloatsOf(const xla::ffi::AnyBuffer& result) {
+  return static_cast<float*>(result.untyped_data());
+}
+inline uint32_t* WordsOf(const xla::ffi::AnyBuffer& scratch) {
+  return static_cast<uint32_t*>(scratch.untyped_data());
+}
+
 }  // namespace dafjax
 
 #endif  // DAFJAX_FFI_REDUCTION_CHECKS_H_
