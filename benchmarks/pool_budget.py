@@ -1,10 +1,10 @@
 """Is the budget of a page pool obeyed, and does the error fall as it grows?
 
 Budgets are those that 1 to 8 bits on average take: codes, scales and minima. The pool
-meets them in two ways: *target*, bits are allocated for a target (`dafjax.Budget`), by
-importances that are measured, and *eviction*, all residuals ask for 8 bits and lose
-planes as they are put; nothing is known of importances. Each way is one compiled
-program for all budgets.
+meets them in two ways: *target*, bits are allocated for a target (`dafjax.Budget`), and
+*eviction*, all residuals ask for 8 bits and lose planes as they are put, those that
+matter least first. What matters is measured by either. Each way is one compiled program
+for all budgets.
 
 - Gradients: at weights along an exact training, with the budgets in random order, a
   new one for every execution, so that it goes up and down.
@@ -131,6 +131,8 @@ class Trial:
         self._way = way
         self._budget: int | None = None
         bits = dafjax.AverageBits(8) if way == "target" else 8
+        # What is traced while there is a budget measures importances.
+        pool.budget = _AMPLE
         self.gradient = PooledGradient(network.loss, pool, bits=bits)
         self.peaks: dict[int, float] = {}
         self.executions = 0
@@ -279,6 +281,9 @@ def _loss_gaps(
         gaps.append(float(np.mean(differences[-_LAST:])))
     return gaps
 
+
+# Bytes that no program here takes.
+_AMPLE = 1 << 40
 
 # Executions; the pool averages importances over about eight.
 _TO_LEARN = 8
