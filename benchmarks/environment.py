@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from dafjax._native import library_status
+from dafjax._native import library_status, processor
 
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
@@ -34,7 +34,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "device": jax.devices()[0].device_kind,
-        "cpu_model": _cpu_model(),
+        "cpu_model": processor(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "instruction_set": library_status().instruction_set,
@@ -68,12 +68,3 @@ def _git(*arguments: str) -> str:
     )
     # Outside a checkout there is no commit to name.
     return completed.stdout.strip() if completed.returncode == 0 else "unknown"
-
-
-def _cpu_model() -> str:
-    info = pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import jax
 import numpy as np
@@ -104,12 +104,22 @@ class Timing:
         ratio: Its time divided by the baseline's in the same round.
         samples: The seconds of every round.
         errors: Errors of its answer, by the names of the checks.
+        joules: The energy of a run, if it was measured.
     """
 
     seconds: Spread
     ratio: Spread
     samples: tuple[float, ...]
     errors: Mapping[str, float]
+    joules: Spread | None = None
+
+
+class Meter(Protocol):
+    """Tells the energy that was used between two times of the clock."""
+
+    def joules(self, start: float, end: float) -> float:
+        """Returns joules; `start` and `end` are seconds of the harness's clock."""
+        ...
 
 
 def compare(
@@ -118,6 +128,7 @@ def compare(
     baseline: str,
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
+    meter: Meter | None = None,
 ) -> dict[str, Timing]:
     """Checks every contender's answer, then times all of them in turn.
 
@@ -129,6 +140,7 @@ def compare(
         baseline: The name that ratios are to.
         rounds: How often each is timed.
         clock: Returns seconds.
+        meter: Measures energy, if given.
 
     Returns:
         The timings, by name.
@@ -144,14 +156,17 @@ def compare(
     if rounds < 1:
         raise ValueError(f"`rounds` must be at least 1, but got {rounds}.")
     errors = _check_answers(contenders, baseline)
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     order = list(contenders)
     for _ in range(rounds):
         for name in order:
             start = clock()
             jax.block_until_ready(contenders[name].run())
-            samples[name].append(clock() - start)
+            runs[name].append((start, clock()))
         order.append(order.pop(0))
+    samples = {
+        name: [end - start for start, end in times] for name, times in runs.items()
+    }
     return {
         name: Timing(
             seconds=Spread.of(times),
@@ -160,6 +175,9 @@ def compare(
             ),
             samples=tuple(times),
             errors=errors[name],
+            joules=Spread.of([meter.joules(*run) for run in runs[name]])
+            if meter is not None
+            else None,
         )
         for name, times in samples.items()
     }

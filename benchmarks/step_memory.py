@@ -8,6 +8,7 @@ Examples:
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -16,7 +17,14 @@ import tyro
 
 from benchmarks.actnn import layer_inputs
 from benchmarks.environment import RESULTS, describe_environment, write_result
-from benchmarks.harness import Check, Contender, Timing, compare, projection_error
+from benchmarks.harness import (
+    Check,
+    Contender,
+    Meter,
+    Timing,
+    compare,
+    projection_error,
+)
 from benchmarks.methods import BASELINE, METHODS, Method, make_method
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.tables import (
@@ -25,6 +33,7 @@ from benchmarks.tables import (
     make_table,
     make_time_table,
 )
+from benchmarks.tegrastats import run_tegrastats
 from benchmarks.training import SCHEDULERS, Workload, gradient, loss
 from models import memory
 
@@ -55,6 +64,8 @@ class Options:
     """Also measure the time of a step."""
     rounds: int = 5
     """Rounds of --time."""
+    jetson: bool = False
+    """With --time: also energy, clocks and temperatures, by tegrastats."""
     rss: bool = False
     """Also measure resident memory, in a fresh process for each method."""
     out: pathlib.Path = RESULTS / "step_memory.json"
@@ -91,11 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         title = f"Resident memory that a step adds, batch {options.batch[0]}"
         console.print(make_rss_table(title, result["rss"]))
     if options.time:
-        timings = time_steps(options)
+        with run_tegrastats() if options.jetson else nullcontext() as meter:
+            timings = time_steps(options, meter)
         result["time"] = {k: dataclasses.asdict(v) for k, v in timings.items()}
         title = f"Time of a step, batch {options.batch[0]}, {options.rounds} rounds"
         labels = {name: options.method(name).label for name in timings}
         console.print(make_time_table(title, labels, timings))
+        if meter is not None:
+            result["jetson"] = meter.record()
     write_result(options.out, environment, result)
     console.print(f"Written to {options.out}.", markup=False)
 
@@ -169,7 +183,7 @@ def _make_step(
     return compiled, workload.stepper(compiled)
 
 
-def time_steps(options: Options) -> dict[str, Timing]:
+def time_steps(options: Options, meter: Meter | None = None) -> dict[str, Timing]:
     """Times one step of each method, after a check of loss and gradient."""
     contenders = {}
     for name in options.methods:
@@ -186,7 +200,12 @@ def time_steps(options: Options) -> dict[str, Timing]:
                 ),
             },
         )
-    return compare(contenders, baseline=options.methods[0], rounds=options.rounds)
+    return compare(
+        contenders,
+        baseline=options.methods[0],
+        rounds=options.rounds,
+        meter=meter,
+    )
 
 
 def _saved_table(records: Sequence[Record]) -> rich.table.Table:

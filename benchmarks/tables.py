@@ -51,15 +51,24 @@ def make_time_table(
         labels: The first cell of a method's row, by the method's name.
         timings: What was measured, by the method's name.
     """
+    measured = {name: timing.joules for name, timing in timings.items()}
+    has_joules = all(joules is not None for joules in measured.values())
     return make_table(
         title,
         left=("Method",),
-        right=("Seconds", "This / plain", "Gradient error", "Along the gradient"),
+        right=(
+            "Seconds",
+            "This / plain",
+            *(("Joules",) if has_joules else ()),
+            "Gradient error",
+            "Along the gradient",
+        ),
         rows=[
             (
                 labels[name],
                 str(timing.seconds),
                 str(timing.ratio),
+                *((str(measured[name]),) if has_joules else ()),
                 f"{timing.errors['gradient']:.2g}",
                 f"{timing.errors['projection']:.2g}",
             )

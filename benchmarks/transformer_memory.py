@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -25,7 +26,14 @@ import rich.table
 import tyro
 
 from benchmarks.environment import RESULTS, describe_environment, write_result
-from benchmarks.harness import Check, Contender, Timing, compare, projection_error
+from benchmarks.harness import (
+    Check,
+    Contender,
+    Meter,
+    Timing,
+    compare,
+    projection_error,
+)
 from benchmarks.methods import BASELINE, METHODS, make_method
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.tables import (
@@ -34,6 +42,7 @@ from benchmarks.tables import (
     make_table,
     make_time_table,
 )
+from benchmarks.tegrastats import run_tegrastats
 from benchmarks.training import SCHEDULERS
 from benchmarks.transformers import Shape
 from models import memory
@@ -54,10 +63,14 @@ class Options(Shape):
     """Whether blocks are a Python loop, or one scan; --time and --rss use the first."""
     methods: tuple[str, ...] = tuple(METHODS)
     """Files of benchmarks/methods; the first is what ratios are to."""
+    temp: bool = True
+    """Ask the compiled gradients for their temporary memory; nothing runs."""
     time: bool = False
     """Also measure the time of a gradient."""
     rounds: int = 5
     """Rounds of --time."""
+    jetson: bool = False
+    """With --time: also energy, clocks and temperatures, by tegrastats."""
     rss: bool = False
     """Also measure resident memory, in a fresh process for each method."""
     out: pathlib.Path = RESULTS / "transformer_memory.json"
@@ -75,19 +88,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = make_console()
     environment = describe_environment()
     result: Record = {"options": dataclasses.asdict(options)}
-    result["temp"] = [r for scan in options.scan for r in _temp(options, scan)]
-    console.print(_temp_table(result["temp"]))
+    if options.temp:
+        result["temp"] = [r for scan in options.scan for r in _temp(options, scan)]
+        console.print(_temp_table(result["temp"]))
     if options.rss:
         result["rss"] = [_rss(options, name) for name in options.methods]
         console.print(
             make_rss_table("Resident memory that a gradient adds", result["rss"])
         )
     if options.time:
-        timings = _time(options)
+        with run_tegrastats() if options.jetson else nullcontext() as meter:
+            timings = _time(options, meter)
         result["time"] = {k: dataclasses.asdict(v) for k, v in timings.items()}
         title = f"Time of a gradient, {options.rounds} rounds"
         labels = {name: make_method(name, bits=options.bits).label for name in timings}
         console.print(make_time_table(title, labels, timings))
+        if meter is not None:
+            result["jetson"] = meter.record()
     write_result(options.out, environment, result)
     console.print(f"Written to {options.out}.", markup=False)
 
@@ -132,7 +149,7 @@ def _make_step(
     return compiled, functools.partial(compiled, *workload.draw())
 
 
-def _time(options: Options) -> dict[str, Timing]:
+def _time(options: Options, meter: Meter | None = None) -> dict[str, Timing]:
     """Times one gradient of each method, after a check of its value."""
     contenders = {}
     arguments = options.workload(
@@ -155,7 +172,12 @@ def _time(options: Options) -> dict[str, Timing]:
                 ),
             },
         )
-    return compare(contenders, baseline=options.methods[0], rounds=options.rounds)
+    return compare(
+        contenders,
+        baseline=options.methods[0],
+        rounds=options.rounds,
+        meter=meter,
+    )
 
 
 def _temp_table(records: Sequence[Record]) -> rich.table.Table:

@@ -10,8 +10,9 @@ def custom_calls() -> tuple[str, ...]:
     name: nobody promises that the next version of a library still has them. With
     dafjax, a program runs with the version that exported it.
 
-    They are registered with XLA as well. A process that loads an exported program, and
-    wraps nothing itself, must call this first.
+    They are registered with XLA as well, for CPUs and, where dafjax was built with it,
+    for CUDA. A process that loads an exported program, and wraps nothing itself, must
+    call this first.
 
     Returns:
         The names, sorted.

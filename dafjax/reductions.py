@@ -9,9 +9,13 @@ how parts of a row are put together:
   sum may differ from call to call.
 - `"hybrid"`: threads that share memory combine what they have, and the last of their
   groups to be done finishes the row. Sums are always combined in the same order.
-- `"auto"`: a row of one part (8192 elements) needs no second step and takes
-  `"parallel"`, longer ones take `"hybrid"` on a GPU and `"parallel"` on a CPU. This is
-  a rule, not a measurement.
+- `"auto"`: what is fastest on the device for so many rows of that length, of those
+  whose results are the same from call to call. How long they take is measured when the
+  first program with such a reduction is compiled, in some 0.3 s, and kept in a file for
+  later processes, until the driver, the power mode or dafjax changes. `python -m dafjax
+  tune` shows it, and with `--redo` measures anew. Rows of one part (8192 elements) need
+  no second step, and programs that are compiled for a GPU that is not there take
+  `"hybrid"`.
 
 Subnormal values count as zero, and zeros are +0.
 """

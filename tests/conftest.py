@@ -22,6 +22,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     session = tempfile.mkdtemp(prefix="dafjax-compiled-")
     atexit.register(shutil.rmtree, session, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = session
+    # Profiles of devices, too, are of this session alone.
+    os.environ["XDG_CACHE_HOME"] = session
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 else:

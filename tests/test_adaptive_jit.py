@@ -18,7 +18,7 @@ import dafjax.linen
 import dafjax.nnx
 from dafjax import _adaptive_jit, _meet_target
 from dafjax._meet_target import Demand, Measured, better_bits, first_bits
-from dafjax._native import _cpu, ledger_note, pool_hash
+from dafjax._native import _cpu, _ledger, ledger_note, pool_hash
 from dafjax.allocation import LADDER
 from dafjax.stores import Arrays, Host, PagePool
 from tests.helpers import persistent_cache, run_python
@@ -571,11 +571,13 @@ class TestMeasures:
         run(step, (params, x, WEIGHTS), 4)
         assert sorted(step.bits.values()) == [1, 4]
 
-    def test_a_ledger_refuses_what_is_no_importance(self):
+    # Of a GPU, where a callback tells the host.
+    @pytest.mark.parametrize("call", [ledger_note, _ledger._note_by_callback])
+    def test_a_ledger_refuses_what_is_no_importance(self, call):
         ledger = _cpu.Ledger("a ledger for a test", [1, 2])
         note = jax.jit(
             functools.partial(
-                ledger_note,
+                call,
                 ledger=pool_hash("a ledger for a test"),
                 sites=(1, 2, 3),
                 facts=(None,) * 3,
@@ -595,6 +597,13 @@ class TestMeasures:
         del ledger
         # Nobody wants to know.
         note(jnp.zeros(4)).block_until_ready()
+
+    def test_programs_for_gpus_tell_the_host(self, example):
+        gradient = jax.grad(wrapped(two_branches, dafjax.AverageBits(2)))
+        traced = dafjax.adaptive_jit(gradient).trace(*example, WEIGHTS)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "python_gpu_callback" in text
+        assert "dafjax_ledger_note" not in text
 
     def test_a_sample_that_noise_has_spoiled_does_not_outweigh_all_others(self):
         ledger = _cpu.Ledger("a ledger with an outlier", [1])

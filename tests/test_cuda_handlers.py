@@ -99,7 +99,7 @@ def test_ties_give_what_they_get(handlers):
         assert_same_bits(x, y)
 
 
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize("strategy", range(3))
 def test_reductions_are_those_of_the_cpu(handlers, strategy):
     x = jax.random.normal(jax.random.key(1), (2, 3, 9001))
     *expected, scratch = _reduce.minmax_p.bind(x, strategy="auto")

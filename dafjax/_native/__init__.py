@@ -8,10 +8,17 @@ from dafjax._native._bitmask import (
     pack_bitmask as pack_bitmask,
     unpack_bitmask as unpack_bitmask,
 )
+from dafjax._native._cuda_library import (
+    registered_custom_calls as registered_custom_calls,
+)
 from dafjax._native._cuda_status import (
     CudaDevice as CudaDevice,
     CudaStatus as CudaStatus,
     cuda_status as cuda_status,
+)
+from dafjax._native._device_facts import (
+    power_mode as power_mode,
+    processor as processor,
 )
 from dafjax._native._first_order import first_order as first_order
 from dafjax._native._ledger import (
@@ -23,7 +30,6 @@ from dafjax._native._library import (
     LibraryError as LibraryError,
     LibraryStatus as LibraryStatus,
     library_status as library_status,
-    registered_custom_calls as registered_custom_calls,
 )
 from dafjax._native._pool import (
     PoolExhausted as PoolExhausted,
@@ -40,4 +46,12 @@ from dafjax._native._reduce import (
     minmax as minmax,
     sum_of_squares as sum_of_squares,
 )
+from dafjax._native._reduction_profile import fastest as fastest
+from dafjax._native._reduction_shapes import STRATEGIES as STRATEGIES
+from dafjax._native._reduction_timing import (
+    REDUCTIONS as REDUCTIONS,
+    ReductionCase as ReductionCase,
+    time_reductions as time_reductions,
+)
 from dafjax._native._tie import tie as tie
+from dafjax._native._tuning import Tuning as Tuning, tune_device as tune_device

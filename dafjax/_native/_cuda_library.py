@@ -18,6 +18,7 @@ HANDLERS = {
     "dafjax_unpack_bitmask": "dafjax_cuda_unpack_bitmask",
     "dafjax_minmax": "dafjax_cuda_minmax",
     "dafjax_sum_of_squares": "dafjax_cuda_sum_of_squares",
+    "dafjax_time_reductions": "dafjax_cuda_time_reductions",
     "dafjax_tie": "dafjax_cuda_tie",
 }
 _FILE = "libdafjax_cuda.so"
@@ -76,3 +77,10 @@ def register() -> bool:
         handler = jax.ffi.pycapsule(getattr(library, function))
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")
     return True
+
+
+def registered_custom_calls() -> tuple[str, ...]:
+    """Registers the custom calls of all platforms and returns their names, sorted."""
+    _library.register()
+    register()
+    return tuple(sorted(_library.load().handlers()))

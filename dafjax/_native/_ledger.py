@@ -1,10 +1,13 @@
 """Ledgers: sums of what backward passes measure, and the call that adds to them."""
 
+import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
@@ -119,18 +122,30 @@ def _batch(
     return ledger_note_p.bind(importances, *after, **params), None
 
 
-def _refuse_platform(*_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError(
-        "`dafjax.adaptive_jit` reads what a program measures from the memory of the "
-        "host, and serves programs for CPUs only. On this platform give `bits` as a "
-        "number."
-    )
+def _note_by_callback(
+    importances: Array,
+    *after: Array,
+    ledger: int,
+    sites: tuple[int, ...],
+    facts: tuple[Hashable, ...],
+) -> Array:
+    """Has the host make the note: what GPUs have is not in its memory."""
+    del facts
+    importances, *_ = lax.optimization_barrier((importances, *after))
+    note = functools.partial(_note_on_host, ledger, sites)
+    return jax.pure_callback(note, jax.ShapeDtypeStruct((), jnp.uint8), importances)
+
+
+def _note_on_host(ledger: int, sites: tuple[int, ...], importances: Any) -> np.ndarray:
+    rows = np.asarray(importances, np.float32).reshape(-1, len(sites) + 1)
+    _library.load().note_ledger(ledger, list(sites), rows)
+    return np.zeros((), np.uint8)
 
 
 ledger_note_p: Primitive = make_primitive(
     LEDGER_NOTE,
     abstract_eval=_abstract_eval,
-    reference=_refuse_platform,
+    reference=_note_by_callback,
     multiple_results=False,
     attributes=_attributes,
     division=_divide,

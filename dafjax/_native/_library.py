@@ -59,12 +59,6 @@ def register() -> None:
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
 
 
-def registered_custom_calls() -> tuple[str, ...]:
-    """Registers the custom calls and returns their names, sorted."""
-    register()
-    return tuple(sorted(load().handlers()))
-
-
 def load() -> ModuleType:
     """Imports the extension module.
 

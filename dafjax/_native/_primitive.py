@@ -31,6 +31,7 @@ def make_primitive(
     division: Callable[..., DivisionRule],
     aliased: bool = False,
     is_call_on_cuda: Callable[..., bool] = lambda **_: True,
+    resolve: Callable[..., dict[str, Static]] = lambda *_, **params: params,
 ) -> Primitive:
     """Makes a primitive that is a custom call on CPUs and, if it is built, on CUDA.
 
@@ -46,6 +47,8 @@ def make_primitive(
         aliased: Whether result `i` takes the buffer of operand `i`.
         is_call_on_cuda: From the primitive's parameters, whether it is a custom call
             on CUDA.
+        resolve: From the platform that it is lowered for, the operands' types and the
+            primitive's parameters, the parameters of the custom call.
     """
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
@@ -68,17 +71,20 @@ def make_primitive(
         context: mlir.LoweringRuleContext, *operands: Any, **params: Static
     ) -> Sequence[Any]:
         _library.register()
-        return lower_to_custom_call(context, *operands, **params)
+        return lower_to_custom_call("cpu", context, *operands, **params)
 
     def lower_on_cuda(
         context: mlir.LoweringRuleContext, *operands: Any, **params: Static
     ) -> Sequence[Any]:
         if not is_call_on_cuda(**params) or not _cuda_library.register():
             return lower_reference(context, *operands, **params)
-        return lower_to_custom_call(context, *operands, **params)
+        return lower_to_custom_call("cuda", context, *operands, **params)
 
     def lower_to_custom_call(
-        context: mlir.LoweringRuleContext, *operands: Any, **params: Static
+        platform: str,
+        context: mlir.LoweringRuleContext,
+        *operands: Any,
+        **params: Static,
     ) -> Sequence[Any]:
         if is_divided(context):
             check_not_exported(context)
@@ -89,7 +95,8 @@ def make_primitive(
         aliases = {i: i for i in range(len(operands))} if aliased else None
         # The layouts default to row-major, for operands and results.
         lower = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases)
-        return lower(context, *operands, **attributes(**params))
+        resolved = resolve(platform, *context.avals_in, **params)
+        return lower(context, *operands, **attributes(**resolved))
 
     allow_division(primitive)
     primitive.def_impl(run_eagerly)

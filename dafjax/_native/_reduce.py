@@ -1,5 +1,6 @@
 """Primitives that reduce rows: least and greatest value, sum of squares."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,16 +11,10 @@ from jax.interpreters import ad, batching
 
 from dafjax._native._affine import DTYPES, check_dtype
 from dafjax._native._primitive import make_primitive
+from dafjax._native._reduction_shapes import STRATEGIES, num_parts, scratch_words
 from dafjax._native._sharding import DivisionRule, batch_of, rows_like
+from dafjax._native._tuning import profile_for
 from dafjax._typing import Array, Static
-
-
-# In the order of `Strategy` in xla_ffi/format/reduction.h, where the sizes are too.
-STRATEGIES = ("parallel", "atomic", "hybrid", "auto")
-_LEAST_PART_ELEMENTS = 8192
-_MOST_PARTS = 1024
-_STATE_WORDS = 4
-_PART_WORDS = 2
 
 
 def minmax(x: Array, *, strategy: str) -> tuple[Array, Array]:
@@ -33,17 +28,14 @@ def sum_of_squares(x: Array, *, strategy: str) -> Array:
     return sum_of_squares_p.bind(x, strategy=strategy)[0]
 
 
-def scratch_words(size: int) -> int:
-    """Returns how many uint32 a reduction of a row of `size` elements needs besides."""
-    parts = min(max(-(-size // _LEAST_PART_ELEMENTS), 1), _MOST_PARTS)
-    return _STATE_WORDS + _PART_WORDS * parts
+_CHOICES = (*STRATEGIES, "auto")
 
 
 def _abstract_eval(name: str, num_results: int) -> Callable[..., tuple[Any, ...]]:
     def abstract_eval(x: Any, *, strategy: str) -> tuple[Any, ...]:
-        if strategy not in STRATEGIES:
+        if strategy not in _CHOICES:
             raise ValueError(
-                f"{name}: `strategy` must be one of {STRATEGIES}, not {strategy!r}."
+                f"{name}: `strategy` must be one of {_CHOICES}, not {strategy!r}."
             )
         check_dtype(name, "x", x.dtype, DTYPES)
         if x.ndim < 1:
@@ -92,6 +84,23 @@ def _attributes(*, strategy: str) -> dict[str, Any]:
     return {"strategy": np.int64(STRATEGIES.index(strategy))}
 
 
+def _resolve(reduction: str) -> Callable[..., dict[str, Static]]:
+    """Makes what is lowered for a platform of what was asked for."""
+
+    def resolve(platform: str, x: Any, *, strategy: str) -> dict[str, Static]:
+        if strategy != "auto":
+            return {"strategy": strategy}
+        *batch, n = x.shape
+        if num_parts(n) == 1:
+            return {"strategy": "parallel"}
+        profile = profile_for(platform)
+        if profile is None:
+            return {"strategy": "parallel" if platform == "cpu" else "hybrid"}
+        return {"strategy": profile.choose(reduction, math.prod(batch), n)}
+
+    return resolve
+
+
 def _division(num_results: int) -> Callable[[Any], DivisionRule]:
     def division(x: Any) -> DivisionRule:
         batch = batch_of(x)
@@ -114,6 +123,7 @@ def _make(
         multiple_results=True,
         attributes=_attributes,
         division=_division(num_results),
+        resolve=_resolve(name),
     )
 
     def batch(

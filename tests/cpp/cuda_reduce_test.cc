@@ -31,7 +31,7 @@ namespace dafjax {
 namespace {
 
 constexpr Strategy kStrategies[] = {Strategy::kParallel, Strategy::kAtomic,
-                                    Strategy::kHybrid, Strategy::kAuto};
+                                    Strategy::kHybrid};
 
 float ValueAt(FloatType type, const uint8_t* x, int64_t index) {
   uint32_t bits = 0;
@@ -182,7 +182,7 @@ int Main(const std::string& what) {
   // More bytes than one thread takes for itself.
   Test({FloatType::kFloat32, 3, 100'001, kSmooth, 0}, &random);
   Test({FloatType::kFloat32, 0, 100, kSmooth, 0}, &random);
-  CHECK(ReduceOnDevice(nullptr, Reduction::kMinMax, Strategy::kAuto, FloatType::kFloat32,
+  CHECK(ReduceOnDevice(nullptr, Reduction::kMinMax, Strategy::kHybrid, FloatType::kFloat32,
                        int64_t{1} << 32, 1, nullptr, nullptr, nullptr,
                        nullptr) != nullptr);
   return 0;

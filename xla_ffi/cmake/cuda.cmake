@@ -65,7 +65,7 @@ add_library(dafjax_cuda MODULE
   cuda/unpack_affine.cu
   ffi/affine_checks.cc ffi/bitmask_checks.cc ffi/checks.cc ffi/cuda_affine.cc
   ffi/cuda_bitmask.cc ffi/cuda_facts.cc ffi/cuda_reduce.cc ffi/cuda_tie.cc
-  ffi/reduction_checks.cc ffi/tied_buffers.cc)
+  ffi/reduction_checks.cc ffi/reduction_timing.cc ffi/tied_buffers.cc)
 set_target_properties(dafjax_cuda PROPERTIES
   CUDA_ARCHITECTURES "${architectures}"
   CUDA_RUNTIME_LIBRARY Static

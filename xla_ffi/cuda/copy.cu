@@ -24,4 +24,17 @@ Failure CopyOnDevice(Stream stream, const void* from, int64_t nbytes, void* to) 
                                     cudaMemcpyDeviceToDevice, stream));
 }
 
+Failure CopyToDevice(Stream stream, const void* from, int64_t nbytes, void* to) {
+  if (const Failure failure =
+          WhatFailed(cudaMemcpyAsync(to, from, static_cast<size_t>(nbytes),
+                                     cudaMemcpyHostToDevice, stream))) {
+    return failure;
+  }
+  return WaitForStream(stream);
+}
+
+Failure WaitForStream(Stream stream) {
+  return WhatFailed(cudaStreamSynchronize(stream));
+}
+
 }  // namespace dafjax

@@ -55,6 +55,12 @@ Failure ReduceOnDevice(Stream stream, Reduction reduction, Strategy strategy,
 
 Failure CopyOnDevice(Stream stream, const void* from, int64_t nbytes, void* to);
 
+// Copies from the host, and waits until that is done.
+Failure CopyToDevice(Stream stream, const void* from, int64_t nbytes, void* to);
+
+// Waits for all that was enqueued; a stream that is captured must not be waited for.
+Failure WaitForStream(Stream stream);
+
 // Enqueues a kernel that does nothing if the stream is captured, and nothing otherwise.
 Failure FillEmptyGraph(Stream stream);
 

@@ -51,10 +51,6 @@ Failure ReduceOnDevice(Stream stream, Reduction reduction, Strategy strategy,
   const int64_t num_parts = NumParts(row_elements);
   const int64_t blocks = num_rows * num_parts;
   if (const Failure failure = CheckLaunch(blocks)) return failure;
-  // A row of one part needs no second step, and no state.
-  if (strategy == Strategy::kAuto) {
-    strategy = num_parts == 1 ? Strategy::kParallel : Strategy::kHybrid;
-  }
   const ReduceJob job = {
       {static_cast<const char*>(x), type,
        AreAlignedRows(x, num_rows, row_elements, ElementNbytes(type))},

@@ -12,7 +12,7 @@ struct XLA_FFI_CallFrame;
 
 // The custom calls on NVIDIA GPUs, as handlers.h describes those of the CPU: the same
 // operands, results, attributes and bytes. They only enqueue kernels, on memory that XLA
-// has planned, and so can be captured into CUDA graphs.
+// has planned, and so can be captured into CUDA graphs; but for time_reductions.
 extern "C" {
 
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pack_affine(XLA_FFI_CallFrame* call_frame);
@@ -21,6 +21,7 @@ DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pack_bitmask(XLA_FFI_CallFrame* call_fr
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_unpack_bitmask(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_minmax(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_sum_of_squares(XLA_FFI_CallFrame* call_frame);
+DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_time_reductions(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_tie(XLA_FFI_CallFrame* call_frame);
 
 // What a GPU is, for those who ask through ctypes.

@@ -1,10 +1,13 @@
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cuda/kernels.h"
 #include "ffi/cuda_handlers.h"
 #include "ffi/device_stream.h"
 #include "ffi/reduction_checks.h"
+#include "ffi/reduction_timing.h"
+#include "format/float_type.h"
 #include "format/reduction.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -39,6 +42,32 @@ ffi::Error SumOfSquaresHandler(Stream stream, ffi::AnyBuffer x, Result sum,
                            WordsOf(*scratch), FloatsOf(*sum), nullptr));
 }
 
+ffi::Error TimeReductionsHandler(Stream stream, ffi::AnyBuffer x, Result seconds,
+                                 Result scratch, Result first, Result second,
+                                 ffi::Span<const int64_t> timed) {
+  const std::string call = "time_reductions";
+  const ffi::ErrorOr<ReductionTiming> timing =
+      CheckReductionTiming(call, x, *seconds, *scratch, *first, *second, timed);
+  if (timing.has_error()) return timing.error();
+  const auto run = [&](const TimedReduction& one) -> Failure {
+    for (int64_t i = 0; i < one.launches; ++i) {
+      const Failure failure = ReduceOnDevice(
+          stream, one.reduction, one.strategy, FloatType::kFloat32, one.num_rows,
+          one.row_elements, timing->x, timing->scratch, timing->first, timing->second);
+      if (failure != nullptr) return failure;
+    }
+    return WaitForStream(stream);
+  };
+  // What was enqueued before is not timed.
+  Failure failure = WaitForStream(stream);
+  if (failure != nullptr) return Enqueued(call, failure);
+  const std::vector<float> took = TimeReductions(*timing, run, &failure);
+  if (failure != nullptr) return Enqueued(call, failure);
+  return Enqueued(call, CopyToDevice(stream, took.data(),
+                                     static_cast<int64_t>(took.size() * sizeof(float)),
+                                     seconds->untyped_data()));
+}
+
 }  // namespace
 }  // namespace dafjax
 
@@ -60,3 +89,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_cuda_sum_of_squares, dafjax::SumOfSquaresHa
                                   .Ret<xla::ffi::AnyBuffer>()  // scratch
                                   .Attr<int64_t>("strategy"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
+
+// It waits for the device, and cannot be captured.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_cuda_time_reductions, dafjax::TimeReductionsHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<dafjax::DeviceStream>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Ret<xla::ffi::AnyBuffer>()  // seconds
+                                  .Ret<xla::ffi::AnyBuffer>()  // scratch
+                                  .Ret<xla::ffi::AnyBuffer>()  // first
+                                  .Ret<xla::ffi::AnyBuffer>()  // second
+                                  .Attr<xla::ffi::Span<const int64_t>>("timed"));

@@ -58,6 +58,13 @@ XLA_FFI_Error* dafjax_minmax(XLA_FFI_CallFrame* call_frame);
 // x -> sum [*batch] float32, scratch: as above
 XLA_FFI_Error* dafjax_sum_of_squares(XLA_FFI_CallFrame* call_frame);
 
+// x float32: values that reductions are timed with
+//   -> seconds [rounds, n] float32: of one launch of each of n reductions,
+//      scratch uint32; first, second float32: as large as any of them needs
+// attributes: timed, 5 n int64: reduction (0: minmax, 1: sum_of_squares), strategy, number
+// of rows, of elements of a row, of launches at once
+XLA_FFI_Error* dafjax_time_reductions(XLA_FFI_CallFrame* call_frame);
+
 // Any operands -> the same values. Each result normally shares the operand's memory.
 XLA_FFI_Error* dafjax_tie(XLA_FFI_CallFrame* call_frame);
 

@@ -1,10 +1,14 @@
 #include <cstdint>
+#include <cstring>
 #include <string>
+#include <vector>
 
 #include "cpu/reduce.h"
 #include "ffi/handlers.h"
 #include "ffi/helpers.h"
 #include "ffi/reduction_checks.h"
+#include "ffi/reduction_timing.h"
+#include "format/float_type.h"
 #include "format/reduction.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -39,6 +43,28 @@ ffi::Error SumOfSquaresHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, Result su
   return ffi::Error::Success();
 }
 
+ffi::Error TimeReductionsHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, Result seconds,
+                                 Result scratch, Result first, Result second,
+                                 ffi::Span<const int64_t> timed) {
+  const ffi::ErrorOr<ReductionTiming> timing = CheckReductionTiming(
+      "time_reductions", x, *seconds, *scratch, *first, *second, timed);
+  if (timing.has_error()) return timing.error();
+  const auto run = [&](const TimedReduction& one) -> const char* {
+    for (int64_t i = 0; i < one.launches; ++i) {
+      ReduceRows(one.reduction, one.strategy, FloatType::kFloat32, one.num_rows,
+                 one.row_elements, timing->x, timing->scratch, timing->first,
+                 timing->second, HelpersOf(pool));
+    }
+    return nullptr;
+  };
+  const char* failure = nullptr;
+  const std::vector<float> took = TimeReductions(*timing, run, &failure);
+  if (!took.empty()) {
+    std::memcpy(FloatsOf(*seconds), took.data(), took.size() * sizeof(float));
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace dafjax
 
@@ -58,3 +84,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_sum_of_squares, dafjax::SumOfSquaresHandler
                                   .Ret<xla::ffi::AnyBuffer>()  // sum
                                   .Ret<xla::ffi::AnyBuffer>()  // scratch
                                   .Attr<int64_t>("strategy"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_time_reductions, dafjax::TimeReductionsHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Ret<xla::ffi::AnyBuffer>()  // seconds
+                                  .Ret<xla::ffi::AnyBuffer>()  // scratch
+                                  .Ret<xla::ffi::AnyBuffer>()  // first
+                                  .Ret<xla::ffi::AnyBuffer>()  // second
+                                  .Attr<xla::ffi::Span<const int64_t>>("timed"));

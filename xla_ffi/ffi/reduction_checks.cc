@@ -49,7 +49,7 @@ ffi::ErrorOr<ReductionCall> CheckReduction(const std::string& call,
   if (!IsStrategy(strategy)) {
     return ffi::Unexpected(InvalidArgument(
         call, "strategy (" + std::to_string(strategy) +
-                  ") must be 0 (parallel), 1 (atomic), 2 (hybrid) or 3 (auto)."));
+                  ") must be 0 (parallel), 1 (atomic) or 2 (hybrid)."));
   }
   if (ffi::Error error = CheckResult(call, "the first result", first, x);
       error.failure()) {

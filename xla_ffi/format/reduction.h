@@ -12,10 +12,10 @@ enum class Reduction { kMinMax, kSumOfSquares };
 
 // kParallel: parts of a row, and then what they come to. kAtomic: whoever has a part adds
 // it to the row's state. kHybrid: threads that share memory put their parts together, and
-// one of them adds the result to the state. kAuto: what is likely to be fastest.
-enum class Strategy { kParallel, kAtomic, kHybrid, kAuto };
+// one of them adds the result to the state.
+enum class Strategy { kParallel, kAtomic, kHybrid };
 
-constexpr bool IsStrategy(int64_t value) { return value >= 0 && value <= 3; }
+constexpr bool IsStrategy(int64_t value) { return value >= 0 && value <= 2; }
 
 // A row is cut into parts of so many elements at least, and into so many at most. The
 // number depends on nothing else, so that devices may share the rows out.

@@ -178,7 +178,7 @@ using cudaError_t = int;
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
 inline constexpr cudaError_t cudaSuccess = 0;
-enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
+enum cudaMemcpyKind { cudaMemcpyDeviceToDevice, cudaMemcpyHostToDevice };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t nbytes,
@@ -196,6 +196,8 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* 
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 

@@ -1,0 +1,185 @@
+"""Custom calls on a GPU against those of the CPU: bytes of codes, values, results.
+
+Where there is no GPU, `jax.numpy` stands in for it, so that a difference would show.
+
+Examples:
+    python -m benchmarks.on_gpu.same_bytes
+    python -m benchmarks.on_gpu.same_bytes --every 8 --out same_bytes.json
+"""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from benchmarks.environment import RESULTS, describe_environment, write_result
+from benchmarks.tables import make_console
+from dafjax import reductions
+from dafjax._native import (
+    _reference as reference,
+    pack_affine,
+    pack_bitmask,
+    unpack_affine,
+    unpack_bitmask,
+)
+
+
+ArrayTree = Any
+# A name, a function with custom calls, the same without, and what goes in.
+Case = tuple[
+    str, Callable[..., ArrayTree], Callable[..., ArrayTree], tuple[jax.Array, ...]
+]
+
+_SIZES = (1584, 48 * 341, 48 * 1367)
+_SEED = 7
+
+
+class DifferentBytesError(Exception):
+    """A custom call gives other bytes on the GPU than on the CPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    every: int = 1
+    """Only every so manieth case."""
+    out: pathlib.Path = RESULTS / "gpu_same_bytes.json"
+    """The file to write."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        description=__doc__,
+        prog="python -m benchmarks.on_gpu.same_bytes",
+    )
+    environment = describe_environment()
+    device = jax.devices()[0]
+    names = []
+    different = []
+    for case in itertools.islice(cases(), 0, None, options.every):
+        names.append(case[0])
+        if not _is_same(case, device):
+            different.append(case[0])
+    result = {
+        "options": dataclasses.asdict(options),
+        "device": device.device_kind,
+        "against": "jax.numpy" if device.platform == "cpu" else "the CPU",
+        "num_cases": len(names),
+        "different": different,
+    }
+    write_result(options.out, environment, result)
+    make_console().print(
+        f"{len(names) - len(different)} of {len(names)} cases have the same bytes on "
+        f"{device.device_kind} as {result['against']} makes.",
+        markup=False,
+    )
+    if different:
+        raise DifferentBytesError(
+            f"{len(different)} of {len(names)} cases differ: "
+            f"{', '.join(different[:9])}."
+        )
+
+
+def cases() -> Iterator[Case]:
+    """Yields all that is compared, affine codes first."""
+    grid = itertools.product(
+        ("float32", "bfloat16", "float16"),
+        (1, 2, 3, 4, 8),
+        (64, 256, 1024),
+        (0, 48),
+        (False, True),
+    )
+    for number, (dtype, bits, block_size, columns, stochastic) in enumerate(grid):
+        x = values(_SIZES[number % len(_SIZES)], dtype)
+        code = {"bits": bits, "block_size": block_size, "columns": columns}
+        yield (
+            f"affine {dtype} {bits} {block_size} {columns} {stochastic} {x.shape[-1]}",
+            functools.partial(_round_trip, stochastic=stochastic, **code),
+            functools.partial(_plain_round_trip, stochastic=stochastic, **code),
+            (x, jnp.uint32(_SEED)),
+        )
+    for size in (0, 3, 515, 70_001):
+        mask = values(size, "float32") > 0
+        yield f"bitmask {size}", _bitmask_round_trip, _plain_bitmask, (mask,)
+    for dtype, size in itertools.product(
+        ("float32", "bfloat16", "float16"), (0, 63, 9000, 600_001)
+    ):
+        for strategy in ("parallel", "atomic", "hybrid"):
+            yield (
+                f"minmax {dtype} {size} {strategy}",
+                functools.partial(reductions.minmax, strategy=strategy),
+                _plain_minmax,
+                (values(size, dtype),),
+            )
+
+
+def values(size: int, dtype: str) -> jax.Array:
+    """Returns rows `[6, size]` of kinds that kernels treat differently."""
+    rng = np.random.default_rng(size)
+    rows = rng.standard_normal((6, size)).astype(np.float32)
+    rows[1] *= 1e-30
+    rows[2] = 3.5
+    rows[3] = np.where(rng.random(size) < 0.01, np.nan, rows[3])
+    rows[4] = np.where(rng.random(size) < 0.01, np.inf, np.maximum(rows[4], 0))
+    rows[5] = np.where(rng.random(size) < 0.5, -0.0, 1e-40)
+    return jnp.asarray(rows).astype(dtype)
+
+
+def _round_trip(
+    x: jax.Array, seed: jax.Array, *, stochastic: bool, **code: int
+) -> ArrayTree:
+    packed = pack_affine(x, seed, stochastic=stochastic, **code)
+    return packed, unpack_affine(*packed, size=x.shape[-1], dtype=x.dtype, **code)
+
+
+def _plain_round_trip(
+    x: jax.Array, seed: jax.Array, *, stochastic: bool, **code: int
+) -> ArrayTree:
+    packed = reference.pack_affine(x, seed, stochastic=stochastic, **code)
+    size, dtype = x.shape[-1], x.dtype
+    return packed, reference.unpack_affine(*packed, size=size, dtype=dtype, **code)
+
+
+def _bitmask_round_trip(mask: jax.Array) -> ArrayTree:
+    words = pack_bitmask(mask)
+    return words, unpack_bitmask(words, size=mask.shape[-1])
+
+
+def _plain_bitmask(mask: jax.Array) -> ArrayTree:
+    words = reference.pack_bitmask(mask)
+    return words, reference.unpack_bitmask(words, size=mask.shape[-1])
+
+
+def _plain_minmax(x: jax.Array) -> ArrayTree:
+    wide = x.astype(jnp.float32)
+    # Subnormals count as zero, and zeros are +0.
+    wide = jnp.where(jnp.abs(wide) < jnp.finfo(jnp.float32).tiny, 0.0, wide)
+    least = jnp.min(wide, axis=-1, initial=np.inf)
+    greatest = jnp.max(wide, axis=-1, initial=-np.inf)
+    return tuple((value + 0.0).astype(x.dtype) for value in (least, greatest))
+
+
+def _is_same(case: Case, device: jax.Device) -> bool:
+    _, function, plain, operands = case
+    expected = jax.jit(function)(*jax.device_put(operands, jax.devices("cpu")[0]))
+    chosen = plain if device.platform == "cpu" else function
+    actual = jax.jit(chosen)(*jax.device_put(operands, device))
+    return all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The kernels under the tools of compute-sanitizer, some cases each: sanitizer.sh PYTHON OUT
+set -euo pipefail
+python="$1"
+out="$2"
+if ! command -v compute-sanitizer > /dev/null; then
+  echo "compute-sanitizer is not installed."
+  exit 0
+fi
+log="$(mktemp)"
+trap 'rm -f "$log"' EXIT
+found=""
+for tool in memcheck racecheck synccheck; do
+  echo "== compute-sanitizer, $tool"
+  # Other kernels than ours are XLA's.
+  timeout 40 compute-sanitizer --tool "$tool" --kernel-regex kns=dafjax \
+    "$python" -m benchmarks.on_gpu.same_bytes --every 40 --out "$log.json" \
+    > "$log" 2>&1 || true
+  errors="$(grep -oE 'ERROR SUMMARY: [0-9]+|RACECHECK SUMMARY: [0-9]+' "$log" \
+    | grep -oE '[0-9]+' || true)"
+  case "$errors" in
+    0) outcome=clean ;;
+    "") outcome="did not run" ;;
+    *) outcome="$errors errors"; tail -20 "$log" ;;
+  esac
+  echo "$outcome"
+  found="$found${found:+, }\"$tool\": \"$outcome\""
+done
+rm -f "$log.json"
+echo "{\"tools\": {$found}}" > "$out"

@@ -1,0 +1,109 @@
+"""`benchmarks/gpu.sh`, tried out on the CPU, and what it makes of its parts."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.on_gpu import report, same_bytes, steps
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def _run(*arguments):
+    return subprocess.run(
+        ["bash", ROOT / "benchmarks" / "gpu.sh", *arguments],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_script_runs_dry(tmp_path):
+    out = tmp_path / "gpu.json"
+    done = _run("--dry", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    assert record["same_bytes"]["different"] == []
+    assert record["same_bytes"]["num_cases"] > 10
+    operations = {row["operation"] for row in record["throughput"]["throughput"]}
+    assert {"pack affine2", "unpack affine2 columns", "pack bitmask"} <= operations
+    assert {row["reduction"] for row in record["reductions"]["reductions"]} == {
+        "minmax", "sum_of_squares",
+    }  # fmt: skip
+    methods = [row["method"] for row in record["steps"]["steps"]]
+    assert methods == ["save_all", "compress"]
+    losses = [row["losses"][0] for row in record["steps"]["steps"]]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert "cub" not in record
+    assert "not measured" in done.stdout
+
+
+def test_an_unknown_argument_is_named():
+    done = _run("--wet")
+    assert done.returncode == 2
+    assert "unknown argument --wet" in done.stderr
+
+
+def test_other_bytes_are_found(tmp_path, monkeypatch):
+    def wrong():
+        yield "right", jnp.sin, jnp.sin, (jnp.ones(3),)
+        yield "wrong", jnp.sin, jnp.cos, (jnp.ones(3),)
+
+    monkeypatch.setattr(same_bytes, "cases", wrong)
+    out = tmp_path / "out.json"
+    with pytest.raises(
+        same_bytes.DifferentBytesError, match="1 of 2 cases differ: wrong"
+    ):
+        same_bytes.main(["--out", str(out)])
+    assert json.loads(out.read_text())["different"] == ["wrong"]
+
+
+def test_a_peak_is_what_the_device_tells(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"peak_bytes_in_use": 12345}
+
+    options = steps.Options(
+        gpt2_layers=1, gpt2_width=32, gpt2_heads=2, gpt2_batch=2, gpt2_length=16
+    )
+    step = steps.make_step(options, "gpt2", "save_all")
+    monkeypatch.setattr(steps, "make_step", lambda *_: step)
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
+    record = steps.measure_peak(options, "gpt2", "save_all")
+    assert record["peak_nbytes"] == 12345
+    assert len(record["losses"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "expected"),
+    [
+        ("same_bytes", {"num_cases": 5, "different": ["a"]}, ("4 of 5 cases", "no")),
+        ("sanitizer", {"tools": {"memcheck": "clean"}}, ("memcheck: clean", "yes")),
+        ("sanitizer", {"tools": {"memcheck": "3 errors"}}, ("memcheck: 3 errors", "")),
+        (
+            "steps",
+            {
+                "steps": [
+                    {"network": "n", "method": "compress", "ratio": {"median": 1.2}}
+                ]
+            },
+            ("time of plain: n 1.200 (<= 1.1)", "no"),
+        ),
+        (
+            "cub",
+            {"cub": [{"gigabytes_per_second": 5.0}, {"gigabytes_per_second": 900.0}]},
+            ("minimum and maximum at 5 to 900 GB/s", ""),
+        ),
+        ("cub", None, ("not measured", "")),
+    ],
+)
+def test_the_report_says_what_holds(name, part, expected):
+    assert report.summary(name, part) == expected
