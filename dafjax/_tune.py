@@ -6,6 +6,9 @@ from dafjax._native import STRATEGIES, Tuning, fastest, tune_device
 from dafjax._table import align
 
 
+Row = tuple[str, ...]
+
+
 def tune(*, redo: bool = False) -> int:
     """Prints the profiles of this machine's devices; returns 0.
 
@@ -23,7 +26,8 @@ def tune(*, redo: bool = False) -> int:
 
 def _describe(tuning: Tuning) -> str:
     facts = ", ".join(f"{k} {v}" for k, v in tuning.device.items() if v)
-    rows = [("reduction", "rows", "elements", *STRATEGIES, "auto")]
+    header: Row = ("reduction", "rows", "elements", *STRATEGIES, "auto")
+    rows: list[Row] = [header]
     for (reduction, num_rows, row_elements), seconds in tuning.profile.times.items():
         times = [
             f"{seconds[name] * 1e6:.1f} us" if name in seconds else ""

@@ -9,6 +9,8 @@ import jax
 Array: TypeAlias = jax.Array
 # Any pytree of arrays.
 ArrayTree: TypeAlias = Any
+# `jax.Device`, which type checkers take for a variable.
+Device: TypeAlias = Any
 # Shape and dtype of the array that decoding restores.
 Like: TypeAlias = jax.ShapeDtypeStruct
 # A static parameter of a primitive.

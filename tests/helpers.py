@@ -5,10 +5,12 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
 from dafjax.codecs import AbstractCodec, Affine, Bitmask
 
@@ -35,6 +37,12 @@ DATA_KINDS = (
     "huge",
     "constant",
 )
+
+
+def slow(*values: Any, **options: Any) -> Any:
+    """Returns parameters of a test that is slow with them."""
+    return pytest.param(*values, marks=pytest.mark.slow, **options)
+
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

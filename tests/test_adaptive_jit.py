@@ -598,13 +598,6 @@ class TestMeasures:
         # Nobody wants to know.
         note(jnp.zeros(4)).block_until_ready()
 
-    def test_programs_for_gpus_tell_the_host(self, example):
-        gradient = jax.grad(wrapped(two_branches, dafjax.AverageBits(2)))
-        traced = dafjax.adaptive_jit(gradient).trace(*example, WEIGHTS)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert "python_gpu_callback" in text
-        assert "dafjax_ledger_note" not in text
-
     def test_a_sample_that_noise_has_spoiled_does_not_outweigh_all_others(self):
         ledger = _cpu.Ledger("a ledger with an outlier", [1])
         note = jax.jit(

@@ -280,6 +280,7 @@ def test_layouts_differ_where_channels_do(rng):
         assert record["columns_bits_per_element"] == 4.5
 
 
+@pytest.mark.slow
 def test_values_of_the_layers_are_recorded():
     values = residuals.gpt2_values(batch=1, steps=0)
     probabilities = values["GPT-2: attention probabilities"]
@@ -344,6 +345,7 @@ def test_resident_memory_sees_what_a_step_allocates(held):
     assert abs(excess - (held - 1) * 40e6) < 0.15 * measured.planned
 
 
+@pytest.mark.slow
 def test_a_layer_adds_what_the_plan_says(tmp_path):
     out = tmp_path / "growth.json"
     small = ["--width", "128", "--heads", "4", "--vocabulary", "64"]
@@ -356,6 +358,7 @@ def test_a_layer_adds_what_the_plan_says(tmp_path):
     assert record["added_nbytes"] < 0.1 * record["plain_nbytes"]
 
 
+@pytest.mark.slow
 def test_more_sequences_fit_where_codes_are_kept(tmp_path):
     out = tmp_path / "batches.json"
     sizes = [
@@ -717,6 +720,7 @@ def test_sensitivities_of_gact_are_those_of_the_formula():
     assert found == [18.0, 1e10]
 
 
+@pytest.mark.slow
 def test_small_networks_learn(one_block):
     sizes = small_networks.Sizes(
         resnet_width=16, gpt2_layers=1, gpt2_width=64, gpt2_length=64

@@ -29,6 +29,7 @@ def handlers(tmp_path_factory):
     """Builds the handlers and registers them as `simulated_...` on the CPU."""
     target = tmp_path_factory.mktemp("handlers") / "libsimulated.so"
     ffi = ("affine_checks", "bitmask_checks", "checks", "reduction_checks")
+    ffi += ("reduction_timing",)
     ffi += ("cuda_affine", "cuda_bitmask", "cuda_reduce", "cuda_tie", "tied_buffers")
     sources = [*SOURCES.glob("simulator/*.cc"), *SOURCES.glob("cuda/*.cu")]
     sources += [SOURCES / "ffi" / f"{name}.cc" for name in ffi]
@@ -109,6 +110,37 @@ def test_reductions_are_those_of_the_cpu(handlers, strategy):
         assert_same_bits(part, wanted)
     total, _ = _call("sum_of_squares", results[1:], x, strategy=strategy)
     np.testing.assert_allclose(total, jnp.sum(x * x, axis=-1), rtol=1e-6)
+
+
+def _time(timed, *, num_words=16):
+    results = [
+        jax.ShapeDtypeStruct((3, len(timed) // 5), jnp.float32),
+        jax.ShapeDtypeStruct((num_words,), jnp.uint32),
+        *2 * [jax.ShapeDtypeStruct((2,), jnp.float32)],
+    ]
+    return _call("time_reductions", results, jnp.ones(20_000), timed=timed)
+
+
+def test_reductions_are_timed(handlers):
+    timed = [0, 2, 1, 20_000, 1, 1, 0, 2, 9000, 2]
+    seconds, *_ = _time(timed)
+    assert seconds.shape == (3, 2)
+    assert (np.asarray(seconds) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("timed", "message"),
+    [
+        ([0, 2, 1, 20_000], "timed must have 5 numbers"),
+        ([0, 3, 1, 20_000, 1], "number 0 is 0 3 1 20000 1"),
+        ([0, 2, 1, 20_001, 1], "x must be float32, of at least 20001"),
+        ([0, 2, 3, 5000, 1], "the first result must be float32, of at least 3"),
+        ([0, 2, 4, 5000, 1], "scratch must be uint32, of at least 24"),
+    ],
+)
+def test_what_cannot_be_timed_is_named(handlers, timed, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(_time(timed, num_words=18))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+from tests.helpers import slow
+
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests" / "cpp"
@@ -93,8 +95,9 @@ def builds(tmp_path_factory):
     }
 
 
-def test_kernels_give_the_cpus_bytes_and_stay_in_bounds(builds):
-    program = builds["address"].program("cuda_kernels_test", CODES)
+@pytest.mark.parametrize("sanitizer", ["none", slow("address")])
+def test_kernels_give_the_cpus_bytes_and_stay_in_bounds(builds, sanitizer):
+    program = builds[sanitizer].program("cuda_kernels_test", CODES)
     assert "cases" in _assert_passes(program)
 
 
@@ -102,10 +105,7 @@ def test_reductions_give_what_a_loop_gives(builds):
     _assert_passes(builds["none"].program("cuda_reduce_test", REDUCTIONS))
 
 
-SLOW_SANITIZERS = [
-    pytest.param(name, marks=pytest.mark.slow if name == "thread" else ())
-    for name in ("none", "address", "thread")
-]
+SLOW_SANITIZERS = ["none", slow("address"), slow("thread")]
 
 
 @pytest.mark.parametrize("sanitizer", SLOW_SANITIZERS)

@@ -10,12 +10,13 @@ import pytest
 from benchmarks import importance
 from benchmarks.importance import Gradient
 from dafjax._importance import sample_moments
+from tests.helpers import slow
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.mark.parametrize("model", ["resnet18", "gpt2"])
+@pytest.mark.parametrize("model", [slow("resnet18"), "gpt2"])
 def test_ranks_are_those_of_the_measured_variance(model, tmp_path):
     out = tmp_path / "importance.json"
     small = ["--resnet-width", "8", "--resnet-batch", "16", "--gpt2-width", "64"]

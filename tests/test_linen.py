@@ -13,7 +13,7 @@ import pytest
 import dafjax
 import dafjax.linen
 from dafjax.policies import CompressExpensive
-from tests.helpers import relative_error, run_python
+from tests.helpers import relative_error, run_python, slow
 
 
 # Small arrays are compressed too, so that small tests show what large ones do.
@@ -341,7 +341,7 @@ class TestActivations:
             assert_close_but_not_equal(got, want)
 
 
-@pytest.mark.parametrize("model", [Stack, Scanned])
+@pytest.mark.parametrize("model", [slow(Stack), Scanned])
 def test_a_stack_of_blocks_needs_less_memory(model):
     x = jnp.ones((1024, 128))
 

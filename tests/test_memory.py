@@ -17,6 +17,7 @@ from dafjax._schedule import _Builder
 from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive
 from tests import networks
+from tests.helpers import slow
 
 
 DEFAULT = "CPU_SCHEDULER_TYPE_DEFAULT"
@@ -88,7 +89,7 @@ def test_a_scan_over_wrapped_blocks_needs_a_fifth():
     assert temp_nbytes(functools.partial(loss, wrapped), stacked, x) < 0.2 * plain
 
 
-@pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
+@pytest.mark.parametrize("scheduler", [DEFAULT, slow(MEMORY_OPTIMIZED)])
 def test_a_further_layer_adds_what_the_plan_says(scheduler):
     """Twice the layers add the bytes of the plan, and little else."""
     wrapped = dafjax.remat_compress(networks.conv_loss)

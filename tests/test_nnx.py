@@ -12,7 +12,7 @@ from flax import nnx
 import dafjax
 import dafjax.nnx
 from dafjax.policies import CompressExpensive
-from tests.helpers import relative_error
+from tests.helpers import relative_error, slow
 
 
 # Small arrays are compressed too, so that small tests show what large ones do.
@@ -277,7 +277,7 @@ class TestActivations:
             assert_close_but_not_equal(got, want)
 
 
-@pytest.mark.parametrize("make", [Stack, Scanned])
+@pytest.mark.parametrize("make", [Stack, slow(Scanned)])
 def test_a_stack_of_blocks_needs_less_memory(make):
     graphdef, state = nnx.split(make(128, depth=12))
     x = jnp.ones((1024, 128))

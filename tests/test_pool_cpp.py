@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+from tests.helpers import slow
+
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEST = ROOT / "tests" / "cpp" / "pool_test.cc"
@@ -34,13 +36,15 @@ def _run(program, *arguments):
     )
 
 
-def test_the_pool_keeps_its_promises_under_address_and_undefined_sanitizers(tmp_path):
-    program = _build(
-        tmp_path / "pool_test",
-        "-fsanitize=address,undefined",
-        "-fno-sanitize-recover=all",
-    )
-    done = _run(program)
+SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param((), id="plain"), slow(SANITIZED, id="sanitized")],
+)
+def test_the_pool_keeps_its_promises(tmp_path, flags):
+    done = _run(_build(tmp_path / "pool_test", *flags))
     assert done.returncode == 0, done.stderr
 
 

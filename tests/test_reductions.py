@@ -61,8 +61,10 @@ def test_empty_rows(strategy):
 @pytest.mark.parametrize("shape", [(7,), (3, 700), (2, 0)])
 def test_the_reference_gives_the_same(shape):
     x = _rows(shape, "float32")
+    if x.size > 700:
+        x = x.at[1, 5].set(jnp.nan).at[2].set(-0.0)
     for actual, wanted in zip(
-        _reduce._minmax_reference(x, strategy="auto"),
+        _reduce.minmax_reference(x, strategy="auto"),
         _reduce.minmax_p.bind(x, strategy="auto"),
         strict=True,
     ):

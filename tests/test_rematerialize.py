@@ -15,7 +15,7 @@ from dafjax._segments import cut
 from dafjax._tracing import as_function
 from dafjax.policies import CompressExpensive
 from tests import networks
-from tests.helpers import relative_error
+from tests.helpers import relative_error, slow
 
 
 DEFAULT = "CPU_SCHEDULER_TYPE_DEFAULT"
@@ -195,7 +195,7 @@ def dense_example(depth):
     return [layer] * depth, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
 
 
-@pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
+@pytest.mark.parametrize("scheduler", [DEFAULT, slow(MEMORY_OPTIMIZED)])
 def test_a_rematerialized_loss_needs_less_than_one_in_codes(scheduler):
     example = dense_example(depth=32)
     measure = functools.partial(temp_nbytes, scheduler=scheduler)
@@ -203,7 +203,7 @@ def test_a_rematerialized_loss_needs_less_than_one_in_codes(scheduler):
     assert measure(rematerialized(dense_loss), *example) < 0.75 * in_codes
 
 
-@pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
+@pytest.mark.parametrize("scheduler", [slow(DEFAULT), MEMORY_OPTIMIZED])
 def test_four_times_the_layers_take_twice_what_waits(scheduler):
     measure = functools.partial(temp_nbytes, scheduler=scheduler)
     few, many = (

@@ -435,6 +435,7 @@ def test_a_comparison_ends_with_a_table_metrics_and_plots(tmp_path, monkeypatch)
         assert (tmp_path / "run" / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_resumed_comparison_keeps_finished_runs_of_the_same_options(
     tmp_path, finished, console
 ):

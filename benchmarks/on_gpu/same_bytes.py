@@ -29,6 +29,7 @@ from dafjax._native import (
     unpack_affine,
     unpack_bitmask,
 )
+from dafjax._native._reduce import minmax_reference
 
 
 ArrayTree = Any
@@ -162,12 +163,8 @@ def _plain_bitmask(mask: jax.Array) -> ArrayTree:
 
 
 def _plain_minmax(x: jax.Array) -> ArrayTree:
-    wide = x.astype(jnp.float32)
-    # Subnormals count as zero, and zeros are +0.
-    wide = jnp.where(jnp.abs(wide) < jnp.finfo(jnp.float32).tiny, 0.0, wide)
-    least = jnp.min(wide, axis=-1, initial=np.inf)
-    greatest = jnp.max(wide, axis=-1, initial=-np.inf)
-    return tuple((value + 0.0).astype(x.dtype) for value in (least, greatest))
+    minimum, maximum, _ = minmax_reference(x, strategy="parallel")
+    return minimum.astype(x.dtype), maximum.astype(x.dtype)
 
 
 def _is_same(case: Case, device: jax.Device) -> bool:

@@ -5,17 +5,16 @@ import os
 import pathlib
 import platform
 
-import jax
-
 from dafjax._native import _library
 from dafjax._native._cuda_status import cuda_status
+from dafjax._typing import Device
 
 
 # Where Jetsons say what power mode they are in.
 _POWER_MODE = pathlib.Path("/var/lib/nvpmodel/status")
 
 
-def describe(device: jax.Device) -> dict[str, str]:
+def describe(device: Device) -> dict[str, str]:
     """Returns what times depend on: hardware, its driver and mode, versions."""
     facts = {
         "dafjax": importlib.metadata.version("dafjax"),

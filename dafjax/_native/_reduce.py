@@ -57,12 +57,18 @@ def _without_last(sharding: Any) -> Any:
     return sharding.update(spec=type(sharding.spec)(*sharding.spec[:-1]))
 
 
-def _minmax_reference(x: Array, *, strategy: str) -> tuple[Array, ...]:
+def minmax_reference(x: Array, *, strategy: str) -> tuple[Array, ...]:
     del strategy
     wide = _flushed(x)
+    # XLA:CPU's reductions may lose NaN (xla_cpu_enable_fast_min_max).
+    has_nan = jnp.any(jnp.isnan(wide), axis=-1)
+    minimum = jnp.min(wide, axis=-1, initial=np.inf)
+    maximum = jnp.max(wide, axis=-1, initial=-np.inf)
     # Adding 0 takes -0 to +0.
-    minimum = jnp.min(wide, axis=-1, initial=np.inf) + 0.0
-    maximum = jnp.max(wide, axis=-1, initial=-np.inf) + 0.0
+    minimum, maximum = (
+        jnp.where(has_nan, jnp.float32(jnp.nan), value + 0.0)
+        for value in (minimum, maximum)
+    )
     return minimum, maximum, _no_scratch(x)
 
 
@@ -150,5 +156,5 @@ def _make(
     return primitive
 
 
-minmax_p = _make("minmax", 2, _minmax_reference)
+minmax_p = _make("minmax", 2, minmax_reference)
 sum_of_squares_p = _make("sum_of_squares", 1, _sum_of_squares_reference)

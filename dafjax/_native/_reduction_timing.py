@@ -10,6 +10,7 @@ import numpy as np
 
 from dafjax._native import _cuda_library, _library
 from dafjax._native._reduction_shapes import STRATEGIES, scratch_words
+from dafjax._typing import Device
 
 
 # In the order of `Reduction` in xla_ffi/format/reduction.h.
@@ -36,7 +37,7 @@ class ReductionCase:
 
 
 def time_reductions(
-    device: jax.Device, cases: Sequence[ReductionCase], num_rounds: int
+    device: Device, cases: Sequence[ReductionCase], num_rounds: int
 ) -> np.ndarray:
     """Times reductions on a device, all cases in turn, round by round.
 
@@ -53,7 +54,7 @@ def time_reductions(
 
 
 def _time(
-    device: jax.Device, cases: Sequence[ReductionCase], num_rounds: int
+    device: Device, cases: Sequence[ReductionCase], num_rounds: int
 ) -> np.ndarray:
     if device.platform == "cpu":
         _library.register()

@@ -16,6 +16,7 @@ import platformdirs
 from dafjax._native._device_facts import describe
 from dafjax._native._reduction_profile import Profile, measure
 from dafjax._native._reduction_timing import time_reductions
+from dafjax._typing import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +50,11 @@ def profile_for(platform_name: str) -> Profile | None:
 
 
 @functools.cache
-def _profile_of(device: jax.Device) -> Profile:
+def _profile_of(device: Device) -> Profile:
     return tune_device(device).profile
 
 
-def tune_device(device: jax.Device, *, redo: bool = False) -> Tuning:
+def tune_device(device: Device, *, redo: bool = False) -> Tuning:
     """Loads a device's profile, or measures and keeps it.
 
     Args:

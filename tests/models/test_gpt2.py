@@ -13,7 +13,7 @@ import pytest
 import dafjax
 from dafjax.policies import CompressExpensive, SaveAll
 from models import gpt2, lora
-from tests.helpers import relative_error
+from tests.helpers import relative_error, slow
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -24,7 +24,7 @@ TINY = gpt2.GPT2Config(
 )
 LAYOUTS = [
     pytest.param(TINY, id="loop"),
-    pytest.param(dataclasses.replace(TINY, scan_layers=True), id="scan"),
+    slow(dataclasses.replace(TINY, scan_layers=True), id="scan"),
 ]
 every_layout = pytest.mark.parametrize("config", LAYOUTS)
 
@@ -92,6 +92,7 @@ def test_bfloat16_is_close_and_keeps_weights_and_logits_in_float32(config, key, 
     assert 1e-4 < relative_error(logits, apply(config, variables, tokens)) < 0.05
 
 
+@pytest.mark.slow
 def test_the_loss_in_chunks_is_that_of_all_logits(key, tokens):
     adapters, frozen = example(TINY, key, tokens)
     variables = {"params": frozen, "lora": adapters}
@@ -175,6 +176,7 @@ def test_the_wrapped_gradient_is_of_adapters_alone_and_close(config, key, tokens
     assert max(errors) > 1e-4
 
 
+@pytest.mark.slow
 def test_training_the_adapters_lowers_the_loss(key, tokens):
     start, frozen = example(TINY, key, tokens)
     optimizer = optax.adam(0.01)
@@ -199,7 +201,7 @@ def test_training_the_adapters_lowers_the_loss(key, tokens):
     assert fall(dafjax.remat_compress) > 0.5 * plain
 
 
-@pytest.mark.parametrize("scan_layers", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize("scan_layers", [False, slow(True)], ids=["loop", "scan"])
 def test_the_gradient_of_adapters_needs_a_fraction_of_the_memory(scan_layers):
     """A sixteenth in full size: `benchmarks/results/lora_memory.json`."""
     config = gpt2.GPT2Config(

@@ -102,6 +102,7 @@ def begin(task, optimizer):
     return model, *step.begin(task, variables, optimizer)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_in_ten_steps(rng):
     task = make_task(rng, TINY, count=16)
     optimizer = optax.sgd(0.1)
@@ -117,6 +118,7 @@ def test_the_loss_falls_in_ten_steps(rng):
     assert int(state.step) == 10
 
 
+@pytest.mark.slow
 def test_training_moves_the_running_statistics(rng):
     config = resnet.ResNetConfig(stage_sizes=(1,), num_filters=8)
     task = make_task(rng, config, count=4, loc=3.0)

@@ -14,7 +14,7 @@ import pytest
 import dafjax
 from dafjax.policies import CompressExpensive, SaveAll
 from models import lora, losses, roberta
-from tests.helpers import relative_error
+from tests.helpers import relative_error, slow
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -24,7 +24,7 @@ TINY = roberta.RobertaConfig(
     num_layers=2, width=64, num_heads=4, vocabulary=50, context=32, lora_rank=4
 )
 LAYOUTS = [
-    pytest.param(TINY, id="loop"),
+    slow(TINY, id="loop"),
     pytest.param(dataclasses.replace(TINY, scan_layers=True), id="scan"),
 ]
 every_layout = pytest.mark.parametrize("config", LAYOUTS)
@@ -221,6 +221,7 @@ def test_inputs_of_frozen_layers_are_not_residuals_at_all(key, tokens):
     assert added == 2 * [(16, 24, 4)]
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_of_the_wrapped_model(key, tokens):
     config = dataclasses.replace(TINY, lora_rank=0)
     start, frozen = lora.split(init(config, key, tokens), config.trained)
@@ -245,7 +246,7 @@ def test_training_lowers_the_loss_of_the_wrapped_model(key, tokens):
     assert fall(dafjax.remat_compress) > 0.5 * plain
 
 
-@pytest.mark.parametrize("scan_layers", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize("scan_layers", [slow(False), True], ids=["loop", "scan"])
 def test_the_gradient_of_adapters_needs_a_quarter_of_the_memory(scan_layers):
     """An eighth to a twelfth in full size: `benchmarks/results/roberta_memory.json`."""
     config = roberta.RobertaConfig(

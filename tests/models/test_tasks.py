@@ -24,6 +24,7 @@ from models.tasks.masked import MaskedLanguageModelling
 from models.tasks.sentences import SentenceTask
 from models.tasks.task import ACCURACY, LOSS, Metric
 from models.wrapping import no_wrapping
+from tests.helpers import slow
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -62,6 +63,7 @@ def start(task):
     return model, task.init(model, jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_the_loss_of_text_is_that_of_all_tokens_that_count(tokenizer):
     split = windows(np.random.default_rng(0))
     task = make_language(tokenizer, split)
@@ -146,7 +148,7 @@ def test_of_the_tokens_15_percent_count_and_most_of_them_are_hidden():
     assert abs(same - 0.1) < 0.02
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_layers", [slow(False), True])
 def test_masked_words_train_all_but_the_head(scan_layers):
     task = make_masked(scan_layers=scan_layers)
     model, variables = start(task)
@@ -274,7 +276,7 @@ def lora(out, model, **options):
     return pretraining.with_weights(config.filled(), console)
 
 
-@pytest.mark.parametrize("model", ["roberta-base", "gpt2-medium"])
+@pytest.mark.parametrize("model", [slow("roberta-base"), "gpt2-medium"])
 def test_adapters_are_trained_on_weights_that_were_trained_first(
     few, tmp_path, model, monkeypatch
 ):
@@ -353,7 +355,7 @@ def write_files(folder, name):
     ("name", "model", "metrics"),
     [
         ("sst2", "roberta-base", {"test_accuracy"}),
-        ("stsb", "roberta-base", {"test_pearson", "test_spearman"}),
+        slow("stsb", "roberta-base", {"test_pearson", "test_spearman"}),
         ("e2e", "gpt2-small", {"test_perplexity", "test_bleu"}),
     ],
 )
@@ -369,6 +371,7 @@ def test_files_in_real_formats_are_learned_from(few, tmp_path, name, model, metr
     assert np.isfinite(result["test_loss"])
 
 
+@pytest.mark.slow
 def test_weights_of_a_run_are_what_another_starts_from(few, tmp_path):
     write_files(tmp_path, "sst2")
     options = {"data": "sst2", "data_dir": tmp_path, "batch": 4, "length": 16}
