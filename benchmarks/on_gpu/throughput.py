@@ -95,7 +95,6 @@ def _measure(name: str, codec: AbstractCodec, options: Options) -> list[Record]:
     pack = jax.jit(lambda *many: [codec.encode(x) for x in many])
     unpack = jax.jit(lambda *packed: [codec.decode(p, like) for p in packed])
     packed = jax.block_until_ready(pack(*many))
-    values = jax.block_until_ready(unpack(*packed))
     moved = options.at_once * (x.nbytes + codec.packed_nbytes(x))
     # As many bytes are read and written as there are in all arrays.
     copied = 2 * options.at_once * nbytes
@@ -106,7 +105,6 @@ def _measure(name: str, codec: AbstractCodec, options: Options) -> list[Record]:
         f"pack {name}": _contender(functools.partial(pack, *many)),
         f"unpack {name}": _contender(functools.partial(unpack, *packed)),
     }
-    del values
     timings = compare(contenders, baseline=_COPY, rounds=options.rounds)
     return [
         _record(operation, timing, timings[_COPY], moved, copied)
