@@ -19,6 +19,9 @@ HANDLERS = {
     "dafjax_minmax": "dafjax_cuda_minmax",
     "dafjax_sum_of_squares": "dafjax_cuda_sum_of_squares",
     "dafjax_tie": "dafjax_cuda_tie",
+    "dafjax_pool_put": "dafjax_cuda_pool_put",
+    "dafjax_pool_get": "dafjax_cuda_pool_get",
+    "dafjax_pool_note": "dafjax_cuda_pool_note",
 }
 _FILE = "libdafjax_cuda.so"
 
@@ -53,6 +56,16 @@ def load(path: pathlib.Path) -> ctypes.CDLL:
     return library
 
 
+def connect_pools(library: ctypes.CDLL) -> None:
+    """Tells the library how to find page pools, which are in the extension module.
+
+    Raises:
+        LibraryError: The extension module is missing or does not load.
+    """
+    finder = _library.load().attachable_pool_finder()
+    library.dafjax_cuda_find_pools_with(ctypes.c_void_p(finder))
+
+
 def built_api(library: ctypes.CDLL) -> tuple[int, int]:
     """Returns the FFI API version that the library was built against."""
     return library.dafjax_cuda_ffi_major(), library.dafjax_cuda_ffi_minor()
@@ -72,6 +85,7 @@ def register() -> bool:
     if path is None:
         return False
     library = load(path)
+    connect_pools(library)
     for name, function in HANDLERS.items():
         handler = jax.ffi.pycapsule(getattr(library, function))
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")

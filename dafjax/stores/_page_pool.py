@@ -36,8 +36,14 @@ class PagePool(AbstractStore):
     of their codec, unless others are set (`set_bits`) or allocated (`target`): then 8
     at most. All others (bit masks, the places of maxima, what
     is kept as it is, codes of 3 bits) are ordinary arrays of the program, as in
-    `Arrays()`. Programs that XLA divides among devices, and other platforms than CPUs,
-    are refused.
+    `Arrays()`. Programs that XLA divides among devices are refused, and so are other
+    platforms than CPUs and, where dafjax was built with CUDA, NVIDIA GPUs.
+
+    A pool serves either programs for CPUs or those for one GPU. On a GPU the pages are
+    in pinned memory of the host, and only compressed bytes cross the bus. It runs
+    behind the host, so that measured importances count an execution late or so; and a
+    load that finds its residual gone gives NaN, and the pool's next call raises
+    `StaleHandle`.
 
     A pool is known to compiled programs by its name, so that a program that is cached
     on disk finds the pool of that name in another process.
@@ -72,7 +78,8 @@ class PagePool(AbstractStore):
                 soon as the backward pass is done with them. Then the pool is all but
                 empty when XLA needs the most, and a loop over micro-batches in one
                 program needs the pool of one. A second backward pass of the same
-                forward pass, as by calling a pullback twice, fails and says so.
+                forward pass, as by calling a pullback twice, fails and says so. For
+                CPUs only.
             name: What compiled programs find it by; by default from the order in which
                 pools are made.
 
@@ -233,7 +240,14 @@ class PagePool(AbstractStore):
             self._pool.set_bits(number, bits or 0)
 
     def collect(self) -> None:
-        """Frees what executions left that are over; gives memory back to the system."""
+        """Frees what executions left that are over; gives memory back to the system.
+
+        On a GPU it waits until that has done what it was told.
+
+        Raises:
+            StaleHandle: A load on a GPU has found its residual gone since the pool was
+                last used.
+        """
         self._pool.collect()
 
     def stats(self) -> PoolStats:

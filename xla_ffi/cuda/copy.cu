@@ -24,4 +24,8 @@ Failure CopyOnDevice(Stream stream, const void* from, int64_t nbytes, void* to) 
                                     cudaMemcpyDeviceToDevice, stream));
 }
 
+Failure ClearOnDevice(Stream stream, void* data, int64_t nbytes) {
+  return WhatFailed(cudaMemsetAsync(data, 0, static_cast<size_t>(nbytes), stream));
+}
+
 }  // namespace dafjax

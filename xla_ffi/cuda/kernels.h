@@ -55,6 +55,9 @@ Failure ReduceOnDevice(Stream stream, Reduction reduction, Strategy strategy,
 
 Failure CopyOnDevice(Stream stream, const void* from, int64_t nbytes, void* to);
 
+// Sets bytes to 0.
+Failure ClearOnDevice(Stream stream, void* data, int64_t nbytes);
+
 // Enqueues a kernel that does nothing if the stream is captured, and nothing otherwise.
 Failure FillEmptyGraph(Stream stream);
 

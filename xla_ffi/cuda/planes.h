@@ -44,10 +44,22 @@ struct CodesOfRow {
   bool aligned;  // to four words
 };
 
-// Where a thread's words are.
+// Where the planes of one tile are, each in some page.
 template <typename Word>
+struct CodesOfTile {
+  template <int kBits, int kPlane>
+  DAFJAX_DEVICE Word* At(int64_t, int lane) const {
+    return planes[kPlane] + lane;
+  }
+
+  static constexpr bool aligned = true;
+  Word* planes[kMaxPlanes];
+};
+
+// Where a thread's words are. `Row` is CodesOfRow, or CodesOfTile of this tile.
+template <typename Row>
 struct CodesOfThread {
-  CodesOfRow<Word> row;
+  Row row;
   int64_t tile;
   int lane;
   bool exists;  // otherwise nothing is stored
@@ -68,7 +80,8 @@ struct PlaneWriter {
   using P = Plane<kBits, kPlane>;
 
   // After unrolling `row` is known, and so is what this does.
-  DAFJAX_DEVICE void AddRow(int row, uint2 codes, const CodesOfThread<uint16_t>& to) {
+  template <typename Row>
+  DAFJAX_DEVICE void AddRow(int row, uint2 codes, const CodesOfThread<Row>& to) {
     const int place = row % P::kFields;
     const uint2 fields =
         make_uint2((codes.x >> P::kBelow & P::kMask) << place * P::kWidth,
@@ -93,7 +106,8 @@ struct PlaneReader {
   using P = Plane<kBits, kPlane>;
   static constexpr int kWords = kTileRows / P::kFields;
 
-  DAFJAX_DEVICE void Load(const CodesOfThread<const uint16_t>& from) {
+  template <typename Of>
+  DAFJAX_DEVICE void Load(const CodesOfThread<Of>& from) {
     const uint16_t* const plane = from.row.template At<kBits, kPlane>(from.tile, from.lane);
     DAFJAX_UNROLL
     for (int i = 0; i < kWords; ++i) {
@@ -120,9 +134,17 @@ struct PlaneReader {
   std::conditional_t<kIsLast, Nothing, PlaneReader<kBits, kIsLast ? 0 : kPlane + 1>> lower;
 };
 
-// The codes of one row, as PlaneReader gives them.
-template <int kBits, int kPlane = 0>
-DAFJAX_DEVICE uint2 LoadCodes(int row, const CodesOfThread<const uint16_t>& from) {
+// No planes: all codes are 0.
+template <>
+struct PlaneReader<0, 0> {
+  template <typename Of>
+  DAFJAX_DEVICE void Load(const CodesOfThread<Of>&) {}
+  DAFJAX_DEVICE uint2 Row(int) const { return make_uint2(0, 0); }
+};
+
+// The codes of one row, as PlaneReader gives them. Requires kBits > 0.
+template <int kBits, int kPlane = 0, typename Of>
+DAFJAX_DEVICE uint2 LoadCodes(int row, const CodesOfThread<Of>& from) {
   using P = Plane<kBits, kPlane>;
   const uint16_t* const plane = from.row.template At<kBits, kPlane>(from.tile, from.lane);
   const uint2 words =

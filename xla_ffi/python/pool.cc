@@ -68,7 +68,10 @@ py::dict DictOf(const pool::Amount& amount) {
 py::dict StatsOf(const Pool& self) {
   const pool::Stats stats = [&self] {
     const py::gil_scoped_release release;
-    return self.Snapshot();
+    pool::Stats of_host = self.Snapshot();
+    const std::shared_ptr<pool::Attachment> attachment = self.attachment();
+    if (attachment != nullptr) of_host.refused_handles += attachment->num_refused();
+    return of_host;
   }();
   py::dict sites;
   for (const auto& [id, site] : stats.sites) {
@@ -117,6 +120,15 @@ std::vector<pool::SiteDemand> DemandsOf(
   return demands;
 }
 
+void Collect(Pool* self, bool all) {
+  Check([self, all]() -> pool::Status {
+    const py::gil_scoped_release release;
+    all ? self->CollectAll() : self->Collect();
+    const std::shared_ptr<pool::Attachment> attachment = self->attachment();
+    return attachment == nullptr ? pool::Status{} : attachment->Settle();
+  }());
+}
+
 std::optional<std::string> Violation(const Pool& self) {
   std::string why;
   const py::gil_scoped_release release;
@@ -127,10 +139,13 @@ std::optional<std::string> Violation(const Pool& self) {
 }  // namespace
 
 void AddPool(py::module_& m) {
-  using Released = py::call_guard<py::gil_scoped_release>;
   m.def(
       "pool_hash", [](const std::string& name) { return pool::HashOfName(name); },
       py::arg("name"), "What custom calls carry in place of a pool's name.");
+  m.def(
+      "attachable_pool_finder",
+      [] { return reinterpret_cast<uintptr_t>(&pool::FindAttachablePool); },
+      "The address of the function by which the CUDA library finds pools.");
   m.def(
       "find_pool", [](uint64_t hash) { return pool::FindPool(hash); }, py::arg("hash"),
       "The pool in use whose name has this hash, or None.");
@@ -169,8 +184,11 @@ void AddPool(py::module_& m) {
           },
           py::arg("kind"), py::arg("value"))
       .def("add_importance", &Pool::AddImportance, py::arg("site"), py::arg("sample"))
-      .def("collect", &Pool::Collect, Released())
-      .def("collect_all", &Pool::CollectAll, Released());
+      .def(
+          "collect", [](Pool& self) { Collect(&self, false); },
+          "Frees what executions left that are over.")
+      .def("collect_all", [](Pool& self) { Collect(&self, true); },
+           "The same, and counts all executions as over.");
   AddPoolBytes(m, &pool);
 }
 
