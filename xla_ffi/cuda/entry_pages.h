@@ -55,8 +55,9 @@ inline constexpr int64_t kMaxEntryPages = kMaxListPages * kPageAddresses;
 
 constexpr int64_t ListNbytes(int64_t num_pages) { return CeilDiv(8 * num_pages, 64) * 64; }
 
-// As CodesInArrays, for an entry.
-template <typename Word>
+// As CodesInArrays, for an entry. `Pages` is EntryPages where it is an argument of the
+// kernel, and a reference where it is in memory: a copy would take local memory.
+template <typename Word, typename Pages>
 struct CodesInPages {
   DAFJAX_DEVICE Word* Scale(int64_t block) const { return pages.Parameter(block); }
   DAFJAX_DEVICE Word* Minimum(int64_t block) const {
@@ -68,16 +69,16 @@ struct CodesInPages {
                                       int64_t tiles_per_row) const {
     const int64_t of_all = row * tiles_per_row + tile;
     CodesOfTile<Word> codes = {};
-    if constexpr (kBits >= 1) codes.planes[0] = pages.Tile<1>(0, of_all);
-    if constexpr (kBits >= 2) codes.planes[1] = pages.Tile<1>(1, of_all);
-    if constexpr (kBits >= 4) codes.planes[2] = pages.Tile<2>(2, of_all);
-    if constexpr (kBits >= 8) codes.planes[3] = pages.Tile<4>(3, of_all);
+    if constexpr (kBits >= 1) codes.planes[0] = pages.template Tile<1>(0, of_all);
+    if constexpr (kBits >= 2) codes.planes[1] = pages.template Tile<1>(1, of_all);
+    if constexpr (kBits >= 4) codes.planes[2] = pages.template Tile<2>(2, of_all);
+    if constexpr (kBits >= 8) codes.planes[3] = pages.template Tile<4>(3, of_all);
     return codes;
   }
 
   static constexpr bool aligned = true;
   bool has_planes;
-  EntryPages pages;
+  Pages pages;
 };
 
 }  // namespace dafjax

@@ -2,6 +2,7 @@
 
 #include "cuda/device.h"
 #include "cuda/entry_pages.h"
+#include "cuda/entry_table.h"
 #include "cuda/pool_kernels.h"
 #include "format/affine.h"
 
@@ -31,7 +32,8 @@ DAFJAX_DEVICE double SquareOfScale(uint32_t stored) {
 
 // One block, which loads much at a time: scales are far away, in the host's memory.
 DAFJAX_KERNEL(kNoteThreads)
-NoteScalesKernel(const EntryPages pages, const NotePlace place) {
+NoteScalesKernel(const EntryTable table, uint32_t slot, const NotePlace place) {
+  const EntryPages& pages = table.At(slot)->pages;
   DAFJAX_SHARED(double, of_warps, kNoteWarps);
   const int thread = static_cast<int>(threadIdx.x);
   double sum = 0;
@@ -75,9 +77,9 @@ NoteSumsKernel(const float* x, int64_t num_rows, int64_t num_columns,
 
 }  // namespace
 
-Failure NoteScalesOnDevice(Stream stream, const EntryPages& pages,
+Failure NoteScalesOnDevice(Stream stream, const EntryTable& table, uint32_t slot,
                            const NotePlace& place) {
-  return DAFJAX_LAUNCH(NoteScalesKernel, 1, kNoteThreads, stream, pages, place);
+  return DAFJAX_LAUNCH(NoteScalesKernel, 1, kNoteThreads, stream, table, slot, place);
 }
 
 Failure NoteSumsOnDevice(Stream stream, const float* x, int64_t num_rows,

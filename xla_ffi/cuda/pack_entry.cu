@@ -10,7 +10,7 @@ namespace dafjax {
 Failure PackEntryOnDevice(Stream stream, const AffineShape& shape, bool stochastic,
                           const uint32_t* seed, const void* x, bool has_planes,
                           const EntryPages& pages) {
-  const Pack<CodesInPages<uint16_t>> pack = {
+  const Pack<CodesInPages<uint16_t, EntryPages>> pack = {
       stream, {stochastic, seed}, InputOf(shape, x), {has_planes, pages}};
   switch (shape.bits) {
     case 1: return PackAs<1>(shape, pack);

@@ -76,8 +76,9 @@ struct NotePlace {
   int64_t first;
 };
 
-// Notes the sum of the squared scales of an entry's blocks.
-Failure NoteScalesOnDevice(Stream stream, const EntryPages& pages, const NotePlace& place);
+// Notes the sum of the squared scales of the blocks of the entry that is at a slot.
+Failure NoteScalesOnDevice(Stream stream, const EntryTable& table, uint32_t slot,
+                           const NotePlace& place);
 
 // Notes the sums of the columns of float32 [num_rows, num_columns].
 Failure NoteSumsOnDevice(Stream stream, const float* x, int64_t num_rows,

@@ -431,7 +431,7 @@ Failure CudaDevicePool::NoteRanges(const DevicePut& put, const DeviceEntry& entr
   const double factor = levels * levels / static_cast<double>(entry.pages.num_blocks);
   NotePlace place;
   if (!notes_.AddRanges(put.site, factor, entry.num_tiles, &place)) return nullptr;
-  return NoteScalesOnDevice(put.stream, entry.pages, place);
+  return NoteScalesOnDevice(put.stream, table_, entry.handle.words[0], place);
 }
 
 void CudaDevicePool::UnmapSealed() {
