@@ -1,16 +1,18 @@
 """The handlers of CUDA with simulated kernels, for XLA on the CPU.
 
-As a plugin of pytest (`-p tests.simulated_gpu`) it has page pools served by them, from the
-library that the environment variable DAFJAX_SIMULATED_GPU names: tests of pools then run
-as on a GPU that does at once what it is told.
+As a plugin of pytest (`-p tests.simulated_gpu`) it has page pools served by them, from
+the library that the environment variable DAFJAX_SIMULATED_GPU names: tests of pools
+then run as on a GPU that does at once what it is told.
 """
 
 import ctypes
+import fcntl
 import os
 import pathlib
 import subprocess
 
 import jax
+import pytest
 
 from dafjax._native import _cpu, _cuda_library
 
@@ -24,8 +26,20 @@ _FFI = (
 )  # fmt: skip
 
 
-def build(target: pathlib.Path) -> pathlib.Path:
-    """Builds the handlers as a library."""
+def built(factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Builds the handlers as a library, once for all processes of a session."""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    target = folder / "libsimulated.so"
+    with open(folder / "libsimulated.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _build(target)
+    return target
+
+
+def _build(target: pathlib.Path) -> None:
     sources = [SOURCES / "ffi" / f"{name}.cc" for name in _FFI]
     for pattern in ("simulator/*.cc", "cuda/*.cu", "device_pool/*.cu"):
         sources += SOURCES.glob(pattern)
@@ -38,11 +52,10 @@ def build(target: pathlib.Path) -> pathlib.Path:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return target
 
 
 def load(path: os.PathLike[str]) -> ctypes.CDLL:
-    """Loads what `build` has built."""
+    """Loads what was built."""
     library = ctypes.CDLL(os.fspath(path))
     _cuda_library.connect_pools(library)
     return library

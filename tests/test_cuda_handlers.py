@@ -19,13 +19,11 @@ from tests.helpers import assert_same_bits
 
 @pytest.fixture(scope="module")
 def handlers(tmp_path_factory):
-    """Builds the handlers and registers them as `simulated_...` on the CPU."""
-    target = tmp_path_factory.mktemp("handlers") / "libsimulated.so"
-    library = simulated_gpu.load(simulated_gpu.build(target))
+    """Registers the handlers as `simulated_...` on the CPU."""
+    library = simulated_gpu.load(simulated_gpu.built(tmp_path_factory))
     for name, function in _cuda_library.HANDLERS.items():
         handler = jax.ffi.pycapsule(getattr(library, function))
         jax.ffi.register_ffi_target(_simulated(name), handler, platform="cpu")
-    return target
 
 
 def _simulated(name):

@@ -6,7 +6,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Self, final
 
-from dafjax._native import make_pool, pool_hash, pool_note
+from dafjax._native import StaleHandle, make_pool, pool_hash, pool_note
 from dafjax._nbytes import parse_nbytes, readable
 from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target, as_number
 from dafjax._typing import Array, ArrayTree, Like
@@ -264,7 +264,12 @@ class PagePool(AbstractStore):
         traceback: types.TracebackType | None,
     ) -> None:
         # Nothing is in flight that the block waited for: all executions are over.
-        self._pool.collect_all()
+        try:
+            self._pool.collect_all()
+        except StaleHandle:
+            # What the block raised says more.
+            if error is None:
+                raise
 
     # A pool is its name: programs with equal ones are equal, and no two are in use.
     def __eq__(self, other: object) -> bool:
