@@ -91,6 +91,24 @@ def test_what_a_pool_gives_back_is_what_it_gives_on_a_cpu(pool, dtype, columns):
     assert pool.stats().entries == on_cpu.stats().entries == 2
 
 
+@pytest.mark.parametrize("columns", [0, 48])
+def test_what_the_cpu_packs_is_what_the_gpu_packs(pool, columns):
+    x = _normal((2, 3, 1584)).at[0, 0, 5].set(jnp.inf)
+    with_cpu = PagePool(packer="cpu", name=f"{uuid.uuid4()}")
+    for bits in (1, 2, 4, 8):
+        code = {"block_size": 64, "columns": columns}
+        want = _get(pool, _put(pool, x, bits=bits, **code), x, **code)
+        got = _get(with_cpu, _put(with_cpu, x, bits=bits, **code), x, **code)
+        assert_same_bits(got, want)
+    assert (pool.stats().packer, with_cpu.stats().packer) == ("gpu", "cpu")
+    assert PagePool().stats().packer is None
+
+
+def test_packers_are_named():
+    with pytest.raises(ValueError, match=r"`packer` must be one of 'auto', 'gpu', 'cpu"):
+        PagePool(packer="tpu")
+
+
 def test_nothing_is_put_of_empty_arrays(pool):
     x = jnp.zeros((2, 0, 3))
     handle = _put(pool, x)

@@ -26,8 +26,8 @@ CODES = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/bitmask.cu", "cuda/copy.cu",
          "cuda/pack_affine.cu", "cuda/unpack_affine.cu")  # fmt: skip
 POOLS = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/copy.cu", "cuda/notes.cu",
          "cuda/pack_entry.cu", "cuda/unpack_entry.cu", "cuda/update_table.cu",
-         "device_pool/device_pool.cu", "device_pool/mapped_memory.cu",
-         "device_pool/note_queue.cu", "pool/allocation.cc", "pool/bit_allocator.cc",
+         "device_pool/device_pool.cu", "device_pool/host_packer.cu",
+         "device_pool/mapped_memory.cu", "device_pool/note_queue.cu", "pool/allocation.cc", "pool/bit_allocator.cc",
          "pool/bookkeeping.cc", "pool/fork.cc", "pool/handle.cc", "pool/invariants.cc",
          "pool/memory.cc", "pool/page_allocator.cc", "pool/pool.cc",
          "pool/registry.cc", "pool/small_allocator.cc")  # fmt: skip
@@ -208,6 +208,26 @@ BUGS_OF_POOLS = {
         "device_pool/device_pool.cu",
         "if (!unmaps_) seals_ = memory_.Seal();",
         "seals_ = memory_.Seal();",
+    ),
+    "the GPU loads before the CPU has packed": (
+        "device_pool/device_pool.cu",
+        "  if (failure == nullptr) failure = host_packer_.WaitForAll(stream);\n",
+        "",
+    ),
+    "the CPU packs into pages that others have": (
+        "device_pool/device_pool.cu",
+        "last_pack = std::max(last_pack, packs_[slot]);",
+        "last_pack = std::max(last_pack, uint64_t{0});",
+    ),
+    "the CPU packs before the GPU has quantized": (
+        "device_pool/host_packer.cu",
+        "failure = WhatFailed(cudaStreamWaitEvent(stream_, slot.written, 0));",
+        "failure = nullptr;",
+    ),
+    "the GPU quantizes into a slot that is not packed yet": (
+        "device_pool/host_packer.cu",
+        "return WhatFailed(cudaStreamWaitEvent(stream, next.packed, 0));",
+        "return nullptr;",
     ),
     "what is gone stays in the table": (
         "cuda/update_table.cu",

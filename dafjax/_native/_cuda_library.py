@@ -57,13 +57,18 @@ def load(path: pathlib.Path) -> ctypes.CDLL:
 
 
 def connect_pools(library: ctypes.CDLL) -> None:
-    """Tells the library how to find page pools, which are in the extension module.
+    """Tells the library where page pools are, and what packs for them on the CPU.
+
+    Both are in the extension module.
 
     Raises:
         LibraryError: The extension module is missing or does not load.
     """
-    finder = _library.load().attachable_pool_finder()
-    library.dafjax_cuda_find_pools_with(ctypes.c_void_p(finder))
+    module = _library.load()
+    library.dafjax_cuda_serve_pools(
+        ctypes.c_void_p(module.attachable_pool_finder()),
+        ctypes.c_void_p(module.pack_bytes_function()),
+    )
 
 
 def built_api(library: ctypes.CDLL) -> tuple[int, int]:

@@ -63,6 +63,7 @@ class PagePool(AbstractStore):
         growth: Growth = AdaptiveGrowth(),  # noqa: B008  (frozen)
         executions_in_flight: int = 1,
         backward_once: bool = False,
+        packer: str = "auto",
         name: str | None = None,
     ) -> None:
         """Makes an empty pool.
@@ -80,6 +81,11 @@ class PagePool(AbstractStore):
                 program needs the pool of one. A second backward pass of the same
                 forward pass, as by calling a pullback twice, fails and says so. For
                 CPUs only.
+            packer: Who packs residuals of programs on a GPU: `"gpu"`; `"cpu"`, which
+                packs what the GPU has quantized while that goes on, where both share
+                memory, as on a Jetson; or `"auto"`, the one with which executions take
+                less time. It is tried on GPUs that share the host's memory; on others
+                the GPU packs.
             name: What compiled programs find it by; by default from the order in which
                 pools are made.
 
@@ -100,6 +106,11 @@ class PagePool(AbstractStore):
             raise TypeError(
                 f"`backward_once` must be True or False, but got `{backward_once!r}`."
             )
+        if packer not in _PACKERS:
+            raise ValueError(
+                f"`packer` must be one of {', '.join(map(repr, _PACKERS))}, but got "
+                f"{packer!r}."
+            )
         if not isinstance(growth, Growth):
             raise TypeError(
                 "`growth` must be `AdaptiveGrowth(...)` or `FixedGrowth(...)`, but got "
@@ -119,6 +130,7 @@ class PagePool(AbstractStore):
             growth_nbytes=None if adaptive else parse_nbytes("nbytes", growth.nbytes),
             executions_in_flight=executions_in_flight,
             backward_once=backward_once,
+            packer=packer,
         )
 
     @property
@@ -289,4 +301,5 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 _MOST_IN_FLIGHT = 64
+_PACKERS = ("auto", "gpu", "cpu")
 _NUMBERS = itertools.count()

@@ -87,7 +87,7 @@ template <int kBits, typename ParametersOfRow, typename Row>
 DAFJAX_DEVICE void EncodeTile(const TileValues& values,
                               const ParametersOfRow& parameters_of, LaneNoise noise,
                               const CodesOfThread<Row>& to) {
-  PlaneWriter<kBits> writer;
+  typename Row::template Writer<kBits> writer;
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     const RowParameters of_row = parameters_of(row);
@@ -110,7 +110,7 @@ DAFJAX_DEVICE void EncodeTileWithFlags(const ConstFloatArray& x, const Piece& pi
                                        const ParametersOfRow& parameters_of,
                                        LaneNoise noise,
                                        const CodesOfThread<Row>& to) {
-  PlaneWriter<kBits> writer;
+  typename Row::template Writer<kBits> writer;
   DAFJAX_NO_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     const RowParameters of_row = parameters_of(row);

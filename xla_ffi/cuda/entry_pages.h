@@ -81,6 +81,23 @@ struct CodesInPages {
   Pages pages;
 };
 
+// As CodesInPages, but codes go as bytes to where the CPU takes them from.
+struct CodesInSlot {
+  DAFJAX_DEVICE uint16_t* Scale(int64_t block) const { return pages.Parameter(block); }
+  DAFJAX_DEVICE uint16_t* Minimum(int64_t block) const {
+    return pages.Parameter(pages.num_blocks + block);
+  }
+
+  template <int kBits>
+  DAFJAX_DEVICE BytesOfTile Row(int64_t row, int64_t tile, int64_t tiles_per_row) const {
+    return {slot + (row * tiles_per_row + tile) * (kTileElements / 2)};
+  }
+
+  static constexpr bool has_planes = true;
+  uint16_t* slot;
+  EntryPages pages;
+};
+
 }  // namespace dafjax
 
 #endif  // DAFJAX_CUDA_ENTRY_PAGES_H_

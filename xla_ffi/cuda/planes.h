@@ -28,9 +28,18 @@ DAFJAX_DEVICE void StoreWords(uint16_t* to, bool aligned, uint2 words) {
   to[3] = static_cast<uint16_t>(words.y >> 16);
 }
 
+template <int kBits, int kPlane = 0>
+struct PlaneWriter;
+template <int kBits>
+struct ByteWriter;
+
 // Where the planes of the codes of one array row are.
 template <typename Word>
 struct CodesOfRow {
+  // What stores codes here.
+  template <int kBits>
+  using Writer = PlaneWriter<kBits>;
+
   // The words of plane `kPlane`, in tile `tile`, for the lanes from `lane` on.
   template <int kBits, int kPlane>
   DAFJAX_DEVICE Word* At(int64_t tile, int lane) const {
@@ -47,6 +56,9 @@ struct CodesOfRow {
 // Where the planes of one tile are, each in some page.
 template <typename Word>
 struct CodesOfTile {
+  template <int kBits>
+  using Writer = PlaneWriter<kBits>;
+
   template <int kBits, int kPlane>
   DAFJAX_DEVICE Word* At(int64_t, int lane) const {
     return planes[kPlane] + lane;
@@ -56,7 +68,16 @@ struct CodesOfTile {
   Word* planes[kMaxPlanes];
 };
 
-// Where a thread's words are. `Row` is CodesOfRow, or CodesOfTile of this tile.
+// Where the codes of one tile are, a byte each, as the CPU packs them (cpu/kernels.h).
+struct BytesOfTile {
+  template <int kBits>
+  using Writer = ByteWriter<kBits>;
+
+  uint16_t* words;
+};
+
+// Where a thread's words are. `Row` is CodesOfRow; or, of this tile, CodesOfTile
+// or BytesOfTile.
 template <typename Row>
 struct CodesOfThread {
   Row row;
@@ -75,7 +96,7 @@ struct Plane {
 
 // Takes codes row by row and stores the words of planes as soon as they are full. Codes
 // come in pairs of neighboring lanes, one in each half.
-template <int kBits, int kPlane = 0>
+template <int kBits, int kPlane>
 struct PlaneWriter {
   using P = Plane<kBits, kPlane>;
 
@@ -98,6 +119,24 @@ struct PlaneWriter {
   static constexpr bool kIsLast = kPlane + 1 >= PlanesOf(kBits).count;
   uint2 words = {0, 0};
   std::conditional_t<kIsLast, Nothing, PlaneWriter<kBits, kIsLast ? 0 : kPlane + 1>> lower;
+};
+
+// Takes codes as PlaneWriter does, and stores a byte for each.
+template <int kBits>
+struct ByteWriter {
+  template <typename Row>
+  DAFJAX_DEVICE void AddRow(int row, uint2 codes, const CodesOfThread<Row>& to) {
+    constexpr int kBelow = 8 - kBits;
+    const uint2 bytes = make_uint2(codes.x << kBelow, codes.y << kBelow);
+    if (row % 2 == 0) {
+      words = bytes;
+    } else if (to.exists) {
+      StoreWords(to.row.words + row / 2 * kTileLanes + to.lane, true,
+                 make_uint2(words.x | bytes.x << 8, words.y | bytes.y << 8));
+    }
+  }
+
+  uint2 words = {0, 0};
 };
 
 // Gives codes row by row, in pairs as PlaneWriter takes them.

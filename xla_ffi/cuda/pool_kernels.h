@@ -45,6 +45,12 @@ Failure PackEntryOnDevice(Stream stream, const AffineShape& shape, bool stochast
                           const uint32_t* seed, const void* x, bool has_planes,
                           const EntryPages& pages);
 
+// PackEntryOnDevice, but for the planes: the codes go to `slot`, 256 words for each tile,
+// from where the CPU packs them.
+Failure QuantizeEntryOnDevice(Stream stream, const AffineShape& shape, bool stochastic,
+                              const uint32_t* seed, const void* x,
+                              const EntryPages& pages, uint16_t* slot);
+
 // What loads found wrong, in memory that the host sees: counts that only rise.
 struct LoadFaults {
   // Handles that name no entry.

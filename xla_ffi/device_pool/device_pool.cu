@@ -1,9 +1,12 @@
 #include "device_pool/device_pool.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,8 +14,11 @@
 #include "cuda/device.h"
 #include "cuda/entry_table.h"
 #include "cuda/pool_kernels.h"
+#include "device_pool/host_packer.h"
+#include "device_pool/lap_timer.h"
 #include "device_pool/mapped_memory.h"
 #include "device_pool/note_queue.h"
+#include "device_pool/packer_choice.h"
 #include "device_pool/stream_order.h"
 #include "format/affine.h"
 #include "format/packed.h"
@@ -110,8 +116,9 @@ class OnDevice {
 
 class CudaDevicePool final : public DevicePool {
  public:
-  CudaDevicePool(pool::AttachablePool* pool, pool::Memory* system)
-      : pool_(pool), memory_(system, [this] { order_.Wait(); }) {}
+  CudaDevicePool(pool::AttachablePool* pool, PackBytesFunction pack,
+                 pool::Memory* system)
+      : pool_(pool), pack_(pack), memory_(system, [this] { Wait(); }) {}
   ~CudaDevicePool() override;
 
   // Before all others. On any status but kOk there is nothing but to destroy it.
@@ -125,10 +132,13 @@ class CudaDevicePool final : public DevicePool {
   pool::Memory* memory() override { return &memory_; }
   Status Settle() override;
   int64_t num_refused() const override;
+  pool::Packer packer() const override { return packer_; }
 
  private:
+  bool Has(cudaDeviceAttr attribute) const;
   Status CheckAttributes() const;
   Failure Allocate();
+  void Wait();
 
   // Of every call, with the lock.
   Status Enter(Stream stream);
@@ -138,6 +148,9 @@ class CudaDevicePool final : public DevicePool {
 
   Status Write(const DevicePut& put, int64_t list_nbytes, const pool::PutView& view,
                const pool::Handle& handle);
+  Failure ChoosePacker(const DevicePut& put);
+  Failure Pack(const DevicePut& put, const AffineShape& shape,
+               const pool::PutView& view, const DeviceEntry& entry);
   Failure TellChanges(Stream stream);
   Failure TellEntry(const DevicePut& put, const pool::PutView& view,
                     const pool::Handle& handle, DeviceEntry* entry);
@@ -147,6 +160,7 @@ class CudaDevicePool final : public DevicePool {
   void UnmapSealed();
 
   pool::AttachablePool* const pool_;
+  const PackBytesFunction pack_;
   int device_ = 0;
   // Held while a call decides and enqueues: the order of decisions is that of streams.
   std::mutex mutex_;
@@ -158,6 +172,13 @@ class CudaDevicePool final : public DevicePool {
   LoadFaults* faults_on_device_ = nullptr;
   LoadFaults faults_told_ = {};
   NoteQueue notes_;
+  HostPacker host_packer_;
+  // Of each entry by its slot, the number of the pack that the CPU makes of it, or 0.
+  std::vector<uint64_t> packs_;
+  std::atomic<pool::Packer> packer_{pool::Packer::kGpu};
+  PackerChoice choice_{pool::Packer::kGpu};
+  LapTimer timer_;
+  std::optional<int64_t> last_run_id_;
   // For what no program enqueues.
   Stream own_stream_ = nullptr;
   // Whether memory is sealed; and whether the event has been recorded since, after which
@@ -173,14 +194,14 @@ Status CudaDevicePool::Start() {
   return status.ok() ? StatusOf(Allocate()) : status;
 }
 
+bool CudaDevicePool::Has(cudaDeviceAttr attribute) const {
+  int value = 0;
+  return cudaDeviceGetAttribute(&value, attribute, device_) == cudaSuccess && value != 0;
+}
+
 Status CudaDevicePool::CheckAttributes() const {
-  const auto has = [this](cudaDeviceAttr attribute) {
-    int value = 0;
-    return cudaDeviceGetAttribute(&value, attribute, device_) == cudaSuccess &&
-           value != 0;
-  };
-  if (!has(cudaDevAttrCanMapHostMemory)) return CannotMap("cudaDevAttrCanMapHostMemory");
-  if (!has(cudaDevAttrHostRegisterSupported)) {
+  if (!Has(cudaDevAttrCanMapHostMemory)) return CannotMap("cudaDevAttrCanMapHostMemory");
+  if (!Has(cudaDevAttrHostRegisterSupported)) {
     return CannotMap("cudaDevAttrHostRegisterSupported");
   }
   return {};
@@ -188,6 +209,11 @@ Status CudaDevicePool::CheckAttributes() const {
 
 Failure CudaDevicePool::Allocate() {
   if (const Failure failure = order_.Start()) return failure;
+  if (const Failure failure = host_packer_.Start(pack_)) return failure;
+  // Codes that cross a bus to be packed cost more than they save.
+  const bool gpu_packs = pool_->packer() == pool::Packer::kAuto &&
+                         !Has(cudaDevAttrIntegrated);
+  choice_ = PackerChoice(gpu_packs ? pool::Packer::kGpu : pool_->packer());
   if (const Failure failure =
           WhatFailed(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking))) {
     return failure;
@@ -211,9 +237,15 @@ Failure CudaDevicePool::Allocate() {
   return nullptr;
 }
 
+// Returns when the device, and the CPU behind it, have done all that they were told.
+void CudaDevicePool::Wait() {
+  order_.Wait();
+  host_packer_.Synchronize();
+}
+
 CudaDevicePool::~CudaDevicePool() {
   // Nothing can be done about what fails here.
-  if (faults_ != nullptr) order_.Wait();
+  if (faults_ != nullptr) Wait();
   for (void* const data : allocated_) static_cast<void>(cudaFreeHost(data));
   if (unmap_ != nullptr) static_cast<void>(cudaEventDestroy(unmap_));
   if (own_stream_ != nullptr) static_cast<void>(cudaStreamDestroy(own_stream_));
@@ -223,6 +255,7 @@ Status CudaDevicePool::Put(const DevicePut& put) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Status status = Enter(put.stream);
   if (!status.ok()) return status;
+  if (const Failure failure = ChoosePacker(put)) return StatusOf(failure);
   const int64_t list_nbytes = ListNbytesOf(put.shape, put.max_bits);
   if (list_nbytes > kMaxListPages * pool::kPageNbytes) {
     return {Code::kInvalidArgument,
@@ -257,12 +290,48 @@ Status CudaDevicePool::Write(const DevicePut& put, int64_t list_nbytes,
   entry.pages.list_nbytes = list_nbytes;
   Failure failure = TellChanges(put.stream);
   if (failure == nullptr) failure = TellEntry(put, view, handle, &entry);
-  if (failure == nullptr) {
-    failure = PackEntryOnDevice(put.stream, shape, put.stochastic, put.seed, put.x,
-                                view.num_planes > 0, entry.pages);
-  }
+  if (failure == nullptr) failure = Pack(put, shape, view, entry);
   if (failure == nullptr && pool_->measures()) failure = NoteRanges(put, entry);
   return failure == nullptr ? writing.Commit() : StatusOf(failure);
+}
+
+// Enqueues what encodes the entry, by the GPU alone or together with the CPU.
+Failure CudaDevicePool::Pack(const DevicePut& put, const AffineShape& shape,
+                             const pool::PutView& view, const DeviceEntry& entry) {
+  uint64_t& number = packs_[entry.handle.words[0]];
+  number = 0;
+  if (packer_ == pool::Packer::kGpu || view.num_planes == 0 ||
+      !HostPacker::Fits(entry.num_tiles)) {
+    return PackEntryOnDevice(put.stream, shape, put.stochastic, put.seed, put.x,
+                             view.num_planes > 0, entry.pages);
+  }
+  uint16_t* slot = nullptr;
+  Failure failure = host_packer_.Begin(put.stream, entry.num_tiles, &slot);
+  if (failure == nullptr) {
+    failure = QuantizeEntryOnDevice(put.stream, shape, put.stochastic, put.seed, put.x,
+                                    entry.pages, slot);
+  }
+  if (failure != nullptr) return failure;
+  std::vector<uint8_t*> pages;
+  for (int i = 0; i < view.num_planes; ++i) {
+    const pool::PlaneTable<uint8_t>& plane = view.planes[i];
+    pages.insert(pages.end(), plane.pages, plane.pages + plane.num_pages);
+  }
+  return host_packer_.End(put.stream, shape.bits, entry.num_tiles, std::move(pages),
+                          &number);
+}
+
+// Who packs changes between executions alone.
+Failure CudaDevicePool::ChoosePacker(const DevicePut& put) {
+  if (last_run_id_ == put.execution.run_id) return nullptr;
+  last_run_id_ = put.execution.run_id;
+  if (choice_.is_open()) {
+    if (const Failure failure = timer_.Lap(put.stream)) return failure;
+    float time = 0;
+    while (timer_.Take(&time)) choice_.Add(time);
+  }
+  packer_ = choice_.Begin();
+  return nullptr;
 }
 
 Status CudaDevicePool::Get(Stream stream, const AffineShape& shape, const uint32_t* handle,
@@ -270,11 +339,14 @@ Status CudaDevicePool::Get(Stream stream, const AffineShape& shape, const uint32
   const std::lock_guard<std::mutex> lock(mutex_);
   const Status status = Enter(stream);
   if (!status.ok()) return status;
-  if (const Failure failure = UnpackEntryOnDevice(stream, shape, table_, handle, y,
-                                                  faults_on_device_)) {
-    return StatusOf(failure);
+  // Changes that no put has told of: what was collected.
+  Failure failure = TellChanges(stream);
+  // Which entry it will be is not known: all that the CPU is to pack comes first.
+  if (failure == nullptr) failure = host_packer_.WaitForAll(stream);
+  if (failure == nullptr) {
+    failure = UnpackEntryOnDevice(stream, shape, table_, handle, y, faults_on_device_);
   }
-  return Leave(stream);
+  return failure == nullptr ? Leave(stream) : StatusOf(failure);
 }
 
 Status CudaDevicePool::Note(Stream stream, const float* sensitivities, int64_t num_rows,
@@ -301,7 +373,7 @@ Status CudaDevicePool::Settle() {
   if (failure == nullptr) failure = TellChanges(own_stream_);
   if (failure == nullptr) failure = order_.Leave(own_stream_);
   if (failure != nullptr) return StatusOf(failure);
-  order_.Wait();
+  Wait();
   UnmapSealed();
   notes_.Deliver(pool_);
   return TakeFaults();
@@ -375,9 +447,14 @@ Failure CudaDevicePool::TellChanges(Stream stream) {
     TableUpdate update = {};
     update.table = table_;
     update.num_changes = count;
+    // What the CPU has yet to write into pages that were taken away.
+    uint64_t last_pack = 0;
     for (int i = 0; i < count; ++i) {
-      update.changes[i] = {changes[i].slot, changes[i].bits_kept};
+      const uint32_t slot = changes[i].slot;
+      update.changes[i] = {slot, changes[i].bits_kept};
+      if (slot < packs_.size()) last_pack = std::max(last_pack, packs_[slot]);
     }
+    if (const Failure failure = host_packer_.WaitFor(stream, last_pack)) return failure;
     if (const Failure failure = UpdateTableOnDevice(stream, update)) return failure;
   }
 }
@@ -442,6 +519,7 @@ void CudaDevicePool::UnmapSealed() {
 
 // Makes sure that the table has the slot.
 Failure CudaDevicePool::GrowTable(uint32_t slot) {
+  if (packs_.size() <= slot) packs_.resize(slot + 1);
   for (int chunk = 0; slot >= table_.num_slots; ++chunk) {
     if (chunk == EntryTable::kMaxChunks) return "the page pool has too many entries.";
     if (table_.chunks[chunk] != nullptr) continue;
@@ -472,8 +550,9 @@ Failure CudaDevicePool::AllocateMapped(size_t nbytes, void** data, void** on_dev
 }  // namespace
 
 std::shared_ptr<DevicePool> MakeDevicePool(pool::AttachablePool* pool,
-                                           pool::Memory* system, Status* status) {
-  auto made = std::make_shared<CudaDevicePool>(pool, system);
+                                           PackBytesFunction pack, pool::Memory* system,
+                                           Status* status) {
+  auto made = std::make_shared<CudaDevicePool>(pool, pack, system);
   *status = made->Start();
   return status->ok() ? made : nullptr;
 }

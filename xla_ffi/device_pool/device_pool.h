@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "cpu/paged_words.h"
 #include "cuda/kernels.h"
 #include "format/affine.h"
 #include "pool/attachment.h"
@@ -50,9 +51,14 @@ class DevicePool : public pool::Attachment {
                             const int64_t* sites, int64_t num_sites) = 0;
 };
 
+// Makes planes of codes that are there already (cpu/kernels.h).
+using PackBytesFunction = void (*)(int64_t num_tiles, const uint16_t* bytes,
+                                   const AffineCodes& planes);
+
 // For the current device. Null, and why not, if it cannot map memory of the host.
 std::shared_ptr<DevicePool> MakeDevicePool(pool::AttachablePool* pool,
-                                           pool::Memory* system, pool::Status* status);
+                                           PackBytesFunction pack, pool::Memory* system,
+                                           pool::Status* status);
 
 }  // namespace dafjax
 

@@ -26,8 +26,9 @@ DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_put(XLA_FFI_CallFrame* call_frame)
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_get(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_note(XLA_FFI_CallFrame* call_frame);
 
-// Pools of pages are in the library of the CPU: where its pool::FindAttachablePool is.
-DAFJAX_EXPORT void dafjax_cuda_find_pools_with(void* finder);
+// Pools of pages are in the library of the CPU: where its pool::FindAttachablePool is, and
+// a PackBytesFunction (device_pool/device_pool.h).
+DAFJAX_EXPORT void dafjax_cuda_serve_pools(void* finder, void* pack_bytes);
 
 // What a GPU is, for those who ask through ctypes.
 struct DafjaxCudaDevice {

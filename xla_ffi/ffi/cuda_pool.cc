@@ -20,8 +20,9 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Pools are in the library of the CPU, which gives this.
+// Pools, and what packs on the CPU, are in the library of the CPU, which gives these.
 std::atomic<pool::AttachablePoolFinder> find_pool{nullptr};
+std::atomic<PackBytesFunction> pack_bytes{nullptr};
 
 // A pool, and what serves it to GPUs, for as long as a call takes.
 struct Found {
@@ -36,7 +37,8 @@ ffi::ErrorOr<Found> FindPool(const std::string& call, int64_t hash) {
   if (found.pool == nullptr) return ffi::Unexpected(NoSuchPool(call));
   pool::AttachablePool* const pool = found.pool.get();
   const auto make = [pool](pool::Memory* system, pool::Status* status) {
-    return std::shared_ptr<pool::Attachment>(MakeDevicePool(pool, system, status));
+    return std::shared_ptr<pool::Attachment>(
+        MakeDevicePool(pool, pack_bytes.load(), system, status));
   };
   std::shared_ptr<pool::Attachment> attachment;
   const pool::Status status = pool->Attach(make, &attachment);
@@ -131,8 +133,9 @@ ffi::Error PoolNoteHandler(Stream stream, ffi::Buffer<ffi::F32> sensitivities,
 }  // namespace
 }  // namespace dafjax
 
-void dafjax_cuda_find_pools_with(void* finder) {
+void dafjax_cuda_serve_pools(void* finder, void* pack_bytes) {
   dafjax::find_pool = reinterpret_cast<dafjax::pool::AttachablePoolFinder>(finder);
+  dafjax::pack_bytes = reinterpret_cast<dafjax::PackBytesFunction>(pack_bytes);
 }
 
 // None of them is compatible with command buffers: what they decide holds once.

@@ -8,6 +8,9 @@
 
 namespace dafjax::pool {
 
+// Who packs residuals of a GPU: that which is faster, the GPU, or the CPU.
+enum class Packer { kAuto, kGpu, kCpu };
+
 // What has become of an entry that had been put: which of its bits are left, or that it is
 // gone.
 struct Change {
@@ -31,6 +34,8 @@ class Attachment {
   virtual Status Settle() = 0;
   // Loads whose handle named nothing, of all that have run.
   virtual int64_t num_refused() const = 0;
+  // Who packs in the execution that was enqueued last: not kAuto.
+  virtual Packer packer() const = 0;
 };
 
 }  // namespace dafjax::pool

@@ -33,8 +33,8 @@ namespace dafjax::pool {
 //
 // Invariants, besides those of the parts: every page that is in use belongs to a stream
 // of one entry or to the small allocator, whose slots that are in use are the tails of
-// streams; `changes_` has each slot once that is marked as changed; the tree holds the offered entries with bits_kept > 0, each with its key;
-// lists hold the committed entries, each with its phase, and on that of an execution the
+// streams; `changes_` has each slot once that is marked as changed; the tree holds the
+// offered entries with bits_kept > 0, each with its key; lists hold the committed entries, each with its phase, and on that of an execution the
 // entries that are not offered are the last ones; fixed_nbytes = the sum of FixedNbytes()
 // of all entries; the observer's counts are the sums over all entries.
 class Bookkeeping {

@@ -64,6 +64,8 @@ struct Options {
   // An entry is freed, and free pages go back to the system, when it has been read as
   // often as its readers say that a backward pass does.
   bool backward_once = false;
+  // What an attachment is to have pack.
+  Packer packer = Packer::kAuto;
   // Null: AdaptiveGrowth.
   std::shared_ptr<const Growth> growth;
   // Null: SystemMemory. Must outlive the pool.
@@ -98,6 +100,7 @@ class AttachablePool {
   virtual void NoteSensitivity(SiteId site, double sensitivity) noexcept = 0;
   virtual void NoteGradient(double energy) noexcept = 0;
   virtual bool measures() const noexcept = 0;
+  virtual Packer packer() const noexcept = 0;
 };
 
 // Keeps codes of residuals in pages of 64 KiB, within a budget.
@@ -169,6 +172,7 @@ class Pool final : public AttachablePool {
   bool measures() const noexcept override {
     return target_kind_.load() != Target::kNone || budget_.load() != Options::kUnlimited;
   }
+  Packer packer() const noexcept override { return options_.packer; }
   // Bits that the site's puts get, 1, 2, 4 or 8; never more than the request's max_bits.
   // 0 takes the setting back.
   Status SetBits(SiteId site, int bits) noexcept;

@@ -30,6 +30,7 @@ struct CUstream_st {
 struct CUevent_st {
   cudaStream_t stream = nullptr;
   uint64_t place = 0;
+  float milliseconds = 0;
 };
 
 namespace dafjax::simulator {
@@ -265,12 +266,13 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
   if (stream == nullptr) {
-    *event = {};
+    *event = {nullptr, 0, CurrentDevice().milliseconds};
     return cudaSuccess;
   }
   Runtime& runtime = TheRuntime();
   const std::lock_guard<std::recursive_mutex> guard(runtime.lock);
-  *event = {stream, stream->done + stream->pending.size()};
+  *event = {stream, stream->done + stream->pending.size(),
+            CurrentDevice().milliseconds};
   return cudaSuccess;
 }
 
@@ -287,6 +289,13 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   Runtime& runtime = TheRuntime();
   const std::lock_guard<std::recursive_mutex> guard(runtime.lock);
   if (event->stream != nullptr) DoUpTo(event->stream, event->place);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start,
+                                 cudaEvent_t end) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  *milliseconds = end->milliseconds - start->milliseconds;
   return cudaSuccess;
 }
 

@@ -67,6 +67,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
 
 // Host memory that the device sees, at the same addresses.
 cudaError_t cudaHostAlloc(void** data, size_t nbytes, unsigned flags);
@@ -86,6 +87,8 @@ struct Device {
   // Of 100 chances to do the next thing of some stream, how many it lets pass. Each time
   // that something is enqueued is the first of some; at 100 all waits as long as it can.
   unsigned delay = 100;
+  // What events show that are recorded from now on.
+  float milliseconds = 0;
   // How many ranges of host memory can be registered at once.
   size_t most_registered = ~size_t{0};
 };
