@@ -1,10 +1,5 @@
 """The handlers of CUDA, with simulated kernels, inside of XLA on the CPU."""
 
-import ctypes
-import os
-import pathlib
-import subprocess
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,31 +13,14 @@ from dafjax._native import (
     unpack_affine,
     unpack_bitmask,
 )
+from tests import simulated_gpu
 from tests.helpers import assert_same_bits
-
-
-SOURCES = pathlib.Path(__file__).resolve().parents[1] / "xla_ffi"
 
 
 @pytest.fixture(scope="module")
 def handlers(tmp_path_factory):
-    """Builds the handlers and registers them as `simulated_...` on the CPU."""
-    target = tmp_path_factory.mktemp("handlers") / "libsimulated.so"
-    ffi = ("affine_checks", "bitmask_checks", "checks", "reduction_checks")
-    ffi += ("reduction_timing",)
-    ffi += ("cuda_affine", "cuda_bitmask", "cuda_reduce", "cuda_tie", "tied_buffers")
-    sources = [*SOURCES.glob("simulator/*.cc"), *SOURCES.glob("cuda/*.cu")]
-    sources += [SOURCES / "ffi" / f"{name}.cc" for name in ffi]
-    command = [
-        os.environ.get("CXX", "c++"), "-std=c++17", "-O0", "-Wall", "-Wextra",
-        "-Werror", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread",
-        "-ffp-contract=off", "-fno-strict-aliasing", "-DDAFJAX_SIMULATED",
-        f"-I{SOURCES}", "-isystem", jax.ffi.include_dir(), "-x", "c++", *sources,
-        "-o", target,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(target))
+    """Registers the handlers as `simulated_...` on the CPU."""
+    library = simulated_gpu.load(simulated_gpu.built(tmp_path_factory))
     for name, function in _cuda_library.HANDLERS.items():
         handler = jax.ffi.pycapsule(getattr(library, function))
         jax.ffi.register_ffi_target(_simulated(name), handler, platform="cpu")

@@ -26,6 +26,13 @@ SANITIZERS = {"none": (), "address": ADDRESS, "thread": THREAD}
 # What tests of kernels are linked with.
 CODES = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/bitmask.cu", "cuda/copy.cu",
          "cuda/pack_affine.cu", "cuda/unpack_affine.cu")  # fmt: skip
+POOLS = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/copy.cu", "cuda/notes.cu",
+         "cuda/pack_entry.cu", "cuda/unpack_entry.cu", "cuda/update_table.cu",
+         "device_pool/device_pool.cu", "device_pool/host_packer.cu",
+         "device_pool/mapped_memory.cu", "device_pool/note_queue.cu", "pool/allocation.cc", "pool/bit_allocator.cc",
+         "pool/bookkeeping.cc", "pool/fork.cc", "pool/handle.cc", "pool/invariants.cc",
+         "pool/memory.cc", "pool/page_allocator.cc", "pool/pool.cc",
+         "pool/registry.cc", "pool/small_allocator.cc")  # fmt: skip
 REDUCTIONS = ("cpu/reduce.cc", "cuda/copy.cu", "cuda/reduce.cu")
 
 
@@ -105,6 +112,17 @@ def test_reductions_give_what_a_loop_gives(builds):
     _assert_passes(builds["none"].program("cuda_reduce_test", REDUCTIONS))
 
 
+def test_loads_of_pools_give_what_the_host_had_decided(builds):
+    program = builds["none"].program("cuda_pool_test", POOLS)
+    assert "evictions" in _assert_passes(program)
+
+
+@pytest.mark.slow
+def test_pools_are_sound_over_many_seeds_and_in_bounds(builds):
+    program = builds["address"].program("cuda_pool_test", POOLS)
+    _assert_passes(program, "all")
+
+
 SLOW_SANITIZERS = ["none", slow("address"), slow("thread")]
 
 
@@ -153,6 +171,101 @@ def test_kernels_are_sound_under_sanitizers(builds, sanitizer):
 )
 def test_reductions_are_sound_under_sanitizers(builds, sanitizer, what):
     _assert_passes(builds[sanitizer].program("cuda_reduce_test", REDUCTIONS), what)
+
+
+# File, what is there, what is put in its place. Each is a mistake that one could make
+# where the host and the device are apart.
+BUGS_OF_POOLS = {
+    "losses are told after the pages are written": (
+        "device_pool/device_pool.cu",
+        """  Failure failure = TellChanges(put.stream);
+  if (failure == nullptr) failure = TellEntry(put, view, handle, &entry);
+""",
+        "  Failure failure = TellEntry(put, view, handle, &entry);\n",
+    ),
+    "a load reads the table when it is enqueued": (
+        "device_pool/device_pool.cu",
+        "UnpackEntryOnDevice(stream, shape, table_, handle, y,",
+        """UnpackEntryOnDevice(stream, shape, [this] {
+    if (table_.chunks[0] == nullptr) return table_;
+    auto* now = new DeviceEntry[256];
+    std::memcpy(now, table_.chunks[0], 256 * sizeof(DeviceEntry));
+    return EntryTable{256, {now}};
+  }(), handle, y,""",
+    ),
+    "streams do not wait for each other": (
+        "device_pool/stream_order.h",
+        "if (!any_ || stream == last_stream_) return nullptr;",
+        "if (!any_ || last_stream_ != nullptr) return nullptr;",
+    ),
+    "memory is given back at once": (
+        "device_pool/mapped_memory.cu",
+        "->second.state = State::kReleased;\n    ++num_released_;",
+        "->second.state = State::kReleased;\n    ++num_released_;\n"
+        "    Unmap(data + at);",
+    ),
+    "memory is given back that was sealed too late": (
+        "device_pool/device_pool.cu",
+        "if (!unmaps_) seals_ = memory_.Seal();",
+        "seals_ = memory_.Seal();",
+    ),
+    "the GPU loads before the CPU has packed": (
+        "device_pool/device_pool.cu",
+        "  if (failure == nullptr) failure = host_packer_.WaitForAll(stream);\n",
+        "",
+    ),
+    "the CPU packs into pages that others have": (
+        "device_pool/device_pool.cu",
+        "last_pack = std::max(last_pack, packs_[slot]);",
+        "last_pack = std::max(last_pack, uint64_t{0});",
+    ),
+    "the CPU packs before the GPU has quantized": (
+        "device_pool/host_packer.cu",
+        "failure = WhatFailed(cudaStreamWaitEvent(stream_, slot.written, 0));",
+        "failure = nullptr;",
+    ),
+    "the GPU quantizes into a slot that is not packed yet": (
+        "device_pool/host_packer.cu",
+        "return WhatFailed(cudaStreamWaitEvent(stream, next.packed, 0));",
+        "return nullptr;",
+    ),
+    "what is gone stays in the table": (
+        "cuda/update_table.cu",
+        "      entry->handle = {};\n",
+        "",
+    ),
+    "half of a handle is compared": (
+        "cuda/unpack_entry.cu",
+        "words[0] != slot || words[1] != generation || words[2] != pool ||\n"
+        "      words[3] != check",
+        "words[0] != slot || words[2] != pool",
+    ),
+    "a code that is left stands for the lowest": (
+        "cuda/unpack_entry.cu",
+        "(step - 1.0f) * 0.5f",
+        "0.0f",
+    ),
+    "pages that could not be committed are unmapped, with others": (
+        "device_pool/mapped_memory.cu",
+        "} else if (state == State::kInUse) {",
+        "} else {",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS_OF_POOLS)
+def test_a_planted_bug_in_a_pool_is_found(bug, builds, tmp_path):
+    name, there, instead = BUGS_OF_POOLS[bug]
+    for folder in ("cpu", "cuda", "device_pool", "format", "pool", "simulator"):
+        shutil.copytree(SOURCES / folder, tmp_path / folder)
+    path = tmp_path / name
+    text = path.read_text()
+    assert text.count(there) == 1
+    path.write_text(text.replace(there, instead))
+    build = Build(tmp_path, sources=tmp_path, flags=["-Wno-error"])
+    done = _run(build.program("cuda_pool_test", POOLS))
+    assert done.returncode != 0
 
 
 # File, what is there, what is put in its place, and who finds it. Each is a mistake

@@ -18,6 +18,9 @@ from dafjax._native import (
     cuda_status,
     pack_affine,
     pack_bitmask,
+    pool_get,
+    pool_note,
+    pool_put,
     tie,
     unpack_affine,
     unpack_bitmask,
@@ -150,14 +153,35 @@ def test_programs_for_cuda_have_custom_calls_if_the_library_is_built(monkeypatch
     # A size that no other test lowers, so that nothing is cached.
     x = jax.ShapeDtypeStruct((701,), jnp.float32)
     text = jax.jit(roundtrip).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    for name in _cuda_library.HANDLERS.keys() - {
-        "dafjax_minmax",
-        "dafjax_sum_of_squares",
-        "dafjax_time_reductions",
-    }:
-        assert f"stablehlo.custom_call @{name}(" in text
+    of_codes = ("pack_affine", "unpack_affine", "pack_bitmask", "unpack_bitmask", "tie")
+    for name in of_codes:
+        assert f"stablehlo.custom_call @dafjax_{name}(" in text
     assert "output_operand_alias" in text
     assert "has_side_effect = true" not in text
+
+
+def test_programs_for_cuda_put_residuals_into_a_pool_if_the_library_is_built(
+    monkeypatch,
+):
+    def roundtrip(x):
+        handle = pool_put(
+            x, jnp.uint32(0), pool=1, site=2, bits=2, max_bits=8, block_size=64,
+            stochastic=True,
+        )  # fmt: skip
+        y = pool_get(
+            handle, pool=1, rows=(1, 703), dtype=jnp.dtype("float32"), block_size=64
+        )
+        return y, pool_note(y[0, :2], pool=1, sites=(2,))
+
+    x = jax.ShapeDtypeStruct((1, 703), jnp.float32)
+    lower = lambda: jax.jit(roundtrip).trace(x).lower(lowering_platforms=("cuda",))
+    monkeypatch.setattr(_cuda_library, "register", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"built with CUDA.*Arrays\(\)"):
+        lower()
+    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    text = lower().as_text()
+    for name in ("pool_put", "pool_get", "pool_note"):
+        assert f"stablehlo.custom_call @dafjax_{name}(" in text
 
 
 def test_a_tie_is_a_barrier_on_cuda_if_all_its_results_are_read(monkeypatch):

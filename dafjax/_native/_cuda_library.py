@@ -20,6 +20,9 @@ HANDLERS = {
     "dafjax_sum_of_squares": "dafjax_cuda_sum_of_squares",
     "dafjax_time_reductions": "dafjax_cuda_time_reductions",
     "dafjax_tie": "dafjax_cuda_tie",
+    "dafjax_pool_put": "dafjax_cuda_pool_put",
+    "dafjax_pool_get": "dafjax_cuda_pool_get",
+    "dafjax_pool_note": "dafjax_cuda_pool_note",
 }
 _FILE = "libdafjax_cuda.so"
 
@@ -54,6 +57,21 @@ def load(path: pathlib.Path) -> ctypes.CDLL:
     return library
 
 
+def connect_pools(library: ctypes.CDLL) -> None:
+    """Tells the library where page pools are, and what packs for them on the CPU.
+
+    Both are in the extension module.
+
+    Raises:
+        LibraryError: The extension module is missing or does not load.
+    """
+    module = _library.load()
+    library.dafjax_cuda_serve_pools(
+        ctypes.c_void_p(module.attachable_pool_finder()),
+        ctypes.c_void_p(module.pack_bytes_function()),
+    )
+
+
 def built_api(library: ctypes.CDLL) -> tuple[int, int]:
     """Returns the FFI API version that the library was built against."""
     return library.dafjax_cuda_ffi_major(), library.dafjax_cuda_ffi_minor()
@@ -73,6 +91,7 @@ def register() -> bool:
     if path is None:
         return False
     library = load(path)
+    connect_pools(library)
     for name, function in HANDLERS.items():
         handler = jax.ffi.pycapsule(getattr(library, function))
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")

@@ -21,6 +21,7 @@ def make_pool(
     growth_nbytes: int | None,
     executions_in_flight: int,
     backward_once: bool,
+    packer: str,
 ) -> Any:
     """Makes a pool, which lives as long as what is returned.
 
@@ -32,6 +33,7 @@ def make_pool(
         executions_in_flight: How many newer executions there must be on its device for
             one to be over.
         backward_once: Whether what a backward pass has read is freed.
+        packer: Who packs for programs on a GPU: "auto", "gpu" or "cpu".
 
     Raises:
         ValueError: Another pool in use has the name.
@@ -43,6 +45,7 @@ def make_pool(
         growth_nbytes=growth_nbytes,
         executions_in_flight=executions_in_flight,
         backward_once=backward_once,
+        packer=packer,
     )
 
 

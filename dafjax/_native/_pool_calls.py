@@ -256,7 +256,8 @@ def _refuse_division(*_: Any) -> NoReturn:
 def _refuse_platform(*_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(
         "A `dafjax.stores.PagePool` is in the memory of the host and serves programs "
-        "for CPUs only. Use `dafjax.stores.Arrays()` on this platform."
+        "for CPUs and, where dafjax was built with CUDA (`dafjax.cuda_status()`), for "
+        "NVIDIA GPUs. Use `dafjax.stores.Arrays()` on this platform."
     )
 
 

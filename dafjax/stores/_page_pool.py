@@ -6,7 +6,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Self, final
 
-from dafjax._native import make_pool, pool_hash, pool_note
+from dafjax._native import StaleHandle, make_pool, pool_hash, pool_note
 from dafjax._nbytes import parse_nbytes, readable
 from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target, as_number
 from dafjax._typing import Array, ArrayTree, Like
@@ -36,8 +36,14 @@ class PagePool(AbstractStore):
     of their codec, unless others are set (`set_bits`) or allocated (`target`): then 8
     at most. All others (bit masks, the places of maxima, what
     is kept as it is, codes of 3 bits) are ordinary arrays of the program, as in
-    `Arrays()`. Programs that XLA divides among devices, and other platforms than CPUs,
-    are refused.
+    `Arrays()`. Programs that XLA divides among devices are refused, and so are other
+    platforms than CPUs and, where dafjax was built with CUDA, NVIDIA GPUs.
+
+    A pool serves either programs for CPUs or those for one GPU. On a GPU the pages are
+    in pinned memory of the host, and only compressed bytes cross the bus. It runs
+    behind the host, so that measured importances count an execution late or so; and a
+    load that finds its residual gone gives NaN, and the pool's next call raises
+    `StaleHandle`.
 
     A pool is known to compiled programs by its name, so that a program that is cached
     on disk finds the pool of that name in another process.
@@ -57,6 +63,7 @@ class PagePool(AbstractStore):
         growth: Growth = AdaptiveGrowth(),  # noqa: B008  (frozen)
         executions_in_flight: int = 1,
         backward_once: bool = False,
+        packer: str = "auto",
         name: str | None = None,
     ) -> None:
         """Makes an empty pool.
@@ -72,7 +79,13 @@ class PagePool(AbstractStore):
                 soon as the backward pass is done with them. Then the pool is all but
                 empty when XLA needs the most, and a loop over micro-batches in one
                 program needs the pool of one. A second backward pass of the same
-                forward pass, as by calling a pullback twice, fails and says so.
+                forward pass, as by calling a pullback twice, fails and says so. For
+                CPUs only.
+            packer: Who packs residuals of programs on a GPU: `"gpu"`; `"cpu"`, which
+                packs what the GPU has quantized while that goes on, where both share
+                memory, as on a Jetson; or `"auto"`, the one with which executions take
+                less time. It is tried on GPUs that share the host's memory; on others
+                the GPU packs.
             name: What compiled programs find it by; by default from the order in which
                 pools are made.
 
@@ -93,6 +106,11 @@ class PagePool(AbstractStore):
             raise TypeError(
                 f"`backward_once` must be True or False, but got `{backward_once!r}`."
             )
+        if packer not in _PACKERS:
+            raise ValueError(
+                f"`packer` must be one of {', '.join(map(repr, _PACKERS))}, but got "
+                f"{packer!r}."
+            )
         if not isinstance(growth, Growth):
             raise TypeError(
                 "`growth` must be `AdaptiveGrowth(...)` or `FixedGrowth(...)`, but got "
@@ -112,6 +130,7 @@ class PagePool(AbstractStore):
             growth_nbytes=None if adaptive else parse_nbytes("nbytes", growth.nbytes),
             executions_in_flight=executions_in_flight,
             backward_once=backward_once,
+            packer=packer,
         )
 
     @property
@@ -233,7 +252,14 @@ class PagePool(AbstractStore):
             self._pool.set_bits(number, bits or 0)
 
     def collect(self) -> None:
-        """Frees what executions left that are over; gives memory back to the system."""
+        """Frees what executions left that are over; gives memory back to the system.
+
+        On a GPU it waits until that has done what it was told.
+
+        Raises:
+            StaleHandle: A load on a GPU has found its residual gone since the pool was
+                last used.
+        """
         self._pool.collect()
 
     def stats(self) -> PoolStats:
@@ -250,7 +276,12 @@ class PagePool(AbstractStore):
         traceback: types.TracebackType | None,
     ) -> None:
         # Nothing is in flight that the block waited for: all executions are over.
-        self._pool.collect_all()
+        try:
+            self._pool.collect_all()
+        except StaleHandle:
+            # What the block raised says more.
+            if error is None:
+                raise
 
     # A pool is its name: programs with equal ones are equal, and no two are in use.
     def __eq__(self, other: object) -> bool:
@@ -270,4 +301,5 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 _MOST_IN_FLIGHT = 64
+_PACKERS = ("auto", "gpu", "cpu")
 _NUMBERS = itertools.count()

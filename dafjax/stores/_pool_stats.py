@@ -62,6 +62,8 @@ class PoolStats:
             bits that hold; 0 as long as they are unknown.
         gradient_energy: The squared norm of the gradient, averaged over executions; 0
             if nothing measures it.
+        packer: Who packs for programs on a GPU, `"gpu"` or `"cpu"`; None where the pool
+            serves none.
         sites: What is known of each site, by its name.
     """
 
@@ -90,6 +92,7 @@ class PoolStats:
     executions: int
     expected_variance: float
     gradient_energy: float
+    packer: str | None
     sites: Mapping[str, SiteStats]
 
     @property
@@ -110,7 +113,7 @@ def pool_stats(raw: Mapping[str, Any], names: Mapping[int, str]) -> PoolStats:
     same = (
         "pages_used", "pages_free", "page_nbytes", "growths", "evictions", "reclaims",
         "degraded_nbytes", "exhausted", "refused_importances", "refused_handles",
-        "executions", "expected_variance", "gradient_energy",
+        "executions", "expected_variance", "gradient_energy", "packer",
     )  # fmt: skip
     unlimited = raw["budget"] == UNLIMITED
     return PoolStats(

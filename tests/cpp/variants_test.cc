@@ -462,6 +462,40 @@ void TestKnownRest(const Kernels& kernels) {
 }
 
 // The caller finishes alone when no helper ever starts, and late helpers do nothing.
+// Planes of codes that are there already, against README.md section 1.
+void TestBytes(const Kernels& kernels) {
+  Random random;
+  constexpr int64_t kTiles = 5;
+  for (const int bits : kWidths) {
+    std::vector<uint16_t> bytes(kTiles * kTileElements / 2);
+    for (uint16_t& pair : bytes) pair = static_cast<uint16_t>(random.Next());
+    // What is below the code is not there.
+    const uint16_t mask = static_cast<uint16_t>((0xff00 >> bits & 0xff) * 0x0101);
+    for (uint16_t& pair : bytes) pair &= mask;
+    std::vector<uint16_t> codes(WordsOfTiles(kTiles, bits), 0xbead);
+    uint8_t* data = reinterpret_cast<uint8_t*>(codes.data());
+    const AffineShape shape = {FloatType::kFloat32, bits, 64, 1, kTiles * kTileElements};
+    const PiecesOfCodes<uint8_t> pieces = {data, nullptr, nullptr};
+    PackBytes(kernels, kTiles, bytes.data(), Contiguous(shape, bits, pieces), {});
+    for (int64_t e = 0; e < kTiles * kTileElements; ++e) {
+      const int64_t tile = e / kTileElements;
+      const int row = static_cast<int>(e % kTileElements / kTileLanes);
+      const int lane = static_cast<int>(e % kTileLanes);
+      const uint16_t pair = bytes[tile * kTileElements / 2 + row / 2 * kTileLanes + lane];
+      const int code = (row % 2 == 0 ? pair & 0xff : pair >> 8) >> (8 - bits);
+      int below = bits;
+      for (int i = 0; i < PlanesOf(bits).count; ++i) {
+        const int width = PlanesOf(bits).widths[i];
+        below -= width;
+        const uint16_t word = codes[PlaneOffset(bits, i, kTiles, tile) +
+                                    row / (16 / width) * kTileLanes + lane];
+        const int field = word >> row % (16 / width) * width & ((1 << width) - 1);
+        CHECK(field == (code >> below & ((1 << width) - 1)));
+      }
+    }
+  }
+}
+
 void TestHelpersThatNeverStart() {
   std::vector<std::function<void()>> late;
   int calls = 0;
@@ -483,6 +517,7 @@ int Main() {
     TestKnownFlaggedRow(*kernels);
     TestKnownColumns(*kernels);
     TestKnownRest(*kernels);
+    TestBytes(*kernels);
   }
   int kind = 0;
   for (int64_t n = 0; n <= 2 * kTileElements + 1; ++n) {

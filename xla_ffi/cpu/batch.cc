@@ -77,6 +77,14 @@ void PackAffine(const Kernels& kernels, const AffineShape& shape,
            });
 }
 
+void PackBytes(const Kernels& kernels, int64_t num_tiles, const uint16_t* bytes,
+               const AffineCodes& packed, const Helpers& helpers) {
+  ForUnits({num_tiles, kTileElements, num_tiles * kTileElements}, helpers,
+           [=](int64_t first, int64_t last) {
+             kernels.pack_bytes(bytes, packed, first, last);
+           });
+}
+
 void UnpackAffine(const Kernels& kernels, const AffineShape& shape,
                   const ConstAffineCodes& packed, void* y, const Helpers& helpers) {
   const bool has_columns = shape.columns != 0;

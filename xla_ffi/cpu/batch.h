@@ -15,6 +15,10 @@ void PackAffine(const Kernels& kernels, const AffineShape& shape,
                 const Rounding& rounding, const void* x, const AffineCodes& packed,
                 const Helpers& helpers);
 
+// Planes of codes that are there already (kernels.h), of `packed.kept_bits` bits.
+void PackBytes(const Kernels& kernels, int64_t num_tiles, const uint16_t* bytes,
+               const AffineCodes& packed, const Helpers& helpers);
+
 void UnpackAffine(const Kernels& kernels, const AffineShape& shape,
                   const ConstAffineCodes& packed, void* y, const Helpers& helpers);
 

@@ -70,6 +70,12 @@ struct Kernels {
                        const void* x, const AffineCodes& packed, int64_t first_panel,
                        int64_t last_panel);
 
+  // Makes planes of codes that are there already: those of tiles, counted over all rows,
+  // which count as one. Word `32 p + l` of a tile's 256 has the codes of rows 2p and
+  // 2p + 1 in lane l, in the top bits of its lower and its upper byte.
+  void (*pack_bytes)(const uint16_t* bytes, const AffineCodes& packed,
+                     int64_t first_tile, int64_t last_tile);
+
   void (*unpack_rows)(const AffineShape& shape, const ConstAffineCodes& packed, void* y,
                       int64_t first_group, int64_t last_group);
 

@@ -37,4 +37,8 @@ Failure WaitForStream(Stream stream) {
   return WhatFailed(cudaStreamSynchronize(stream));
 }
 
+Failure ClearOnDevice(Stream stream, void* data, int64_t nbytes) {
+  return WhatFailed(cudaMemsetAsync(data, 0, static_cast<size_t>(nbytes), stream));
+}
+
 }  // namespace dafjax

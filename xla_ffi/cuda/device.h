@@ -34,10 +34,9 @@
   type* const name = static_cast<type*>(::dafjax::simulator::SharedArray(           \
       sizeof(type) * (count), {__FILE__, __LINE__}))
 #define DAFJAX_LAUNCH(kernel, blocks, threads, stream, ...)                         \
-  (static_cast<void>(stream),                                                       \
-   ::dafjax::simulator::Run({static_cast<unsigned>(blocks), 1, 1},                  \
-                            {static_cast<unsigned>(threads), 1, 1},                 \
-                            [&] { kernel(__VA_ARGS__); }))
+  ::dafjax::simulator::Launch((stream), {static_cast<unsigned>(blocks), 1, 1},      \
+                              {static_cast<unsigned>(threads), 1, 1},               \
+                              [=] { kernel(__VA_ARGS__); })
 
 #endif
 

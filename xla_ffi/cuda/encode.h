@@ -83,11 +83,11 @@ DAFJAX_DEVICE uint2 JoinCodes(const uint32_t (&codes)[kThreadLanes]) {
 
 // Encodes what a thread has of a tile: finite values of blocks that are not flagged, no
 // padding. `parameters_of(row)` gives RowParameters; all lanes of the warp ask together.
-template <int kBits, typename ParametersOfRow>
+template <int kBits, typename ParametersOfRow, typename Row>
 DAFJAX_DEVICE void EncodeTile(const TileValues& values,
                               const ParametersOfRow& parameters_of, LaneNoise noise,
-                              const CodesOfThread<uint16_t>& to) {
-  PlaneWriter<kBits> writer;
+                              const CodesOfThread<Row>& to) {
+  typename Row::template Writer<kBits> writer;
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     const RowParameters of_row = parameters_of(row);
@@ -105,12 +105,12 @@ DAFJAX_DEVICE void EncodeTile(const TileValues& values,
 // EncodeTile for whatever there is: values that are not finite, padding. Loads again, row
 // by row: this is rare, and is not to cost code or registers. `x` begins with the thread's
 // first element.
-template <int kBits, typename ParametersOfRow>
+template <int kBits, typename ParametersOfRow, typename Row>
 DAFJAX_DEVICE void EncodeTileWithFlags(const ConstFloatArray& x, const Piece& piece,
                                        const ParametersOfRow& parameters_of,
                                        LaneNoise noise,
-                                       const CodesOfThread<uint16_t>& to) {
-  PlaneWriter<kBits> writer;
+                                       const CodesOfThread<Row>& to) {
+  typename Row::template Writer<kBits> writer;
   DAFJAX_NO_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     const RowParameters of_row = parameters_of(row);

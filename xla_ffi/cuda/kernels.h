@@ -61,6 +61,9 @@ Failure CopyToDevice(Stream stream, const void* from, int64_t nbytes, void* to);
 // Waits for all that was enqueued; a stream that is captured must not be waited for.
 Failure WaitForStream(Stream stream);
 
+// Sets bytes to 0.
+Failure ClearOnDevice(Stream stream, void* data, int64_t nbytes);
+
 // Enqueues a kernel that does nothing if the stream is captured, and nothing otherwise.
 Failure FillEmptyGraph(Stream stream);
 

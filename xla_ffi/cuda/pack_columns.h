@@ -5,6 +5,7 @@
 
 #include "cuda/device.h"
 #include "cuda/encode.h"
+#include "cuda/packed_places.h"
 #include "cuda/parameters.h"
 #include "cuda/planes.h"
 #include "cuda/scan.h"
@@ -22,18 +23,16 @@ inline constexpr int kWarpRows = kWarpTiles * kTileRows;
 inline constexpr int kMaxPackColumnsWarps = kMaxBlockSize / kWarpRows;
 inline constexpr int kPackColumnsThreads = kMaxPackColumnsWarps * kWarpLanes;  // at most
 
+template <typename Codes>
 struct PackColumnsJob {
   ConstFloatArray x;
-  uint16_t* codes;
-  uint16_t* scale;
-  uint16_t* minimum;
+  Codes codes;
   DeviceRounding rounding;
   int64_t row_elements;
   int64_t block_size;
   int64_t width;      // of a folded row
   int64_t tile_rows;  // rows of tiles
   int64_t blocks_down;
-  bool aligned_codes;
 };
 
 // What the warps have found of their rows, and then what each lane is encoded with.
@@ -67,9 +66,9 @@ DAFJAX_DEVICE void ComputeColumnParameters(FloatType type, const SharedLanes& sh
   if (lane == 0) *shared.flagged = unusual;
 }
 
-template <int kBits>
+template <int kBits, typename Codes>
 DAFJAX_KERNEL(kPackColumnsThreads)
-PackColumnsKernel(const PackColumnsJob job) {
+PackColumnsKernel(const PackColumnsJob<Codes> job) {
   DAFJAX_SHARED(float, shared_lo, kMaxPackColumnsWarps * kTileLanes);
   DAFJAX_SHARED(float, shared_hi, kMaxPackColumnsWarps * kTileLanes);
   DAFJAX_SHARED(uint32_t, shared_unusual, kMaxPackColumnsWarps);
@@ -133,7 +132,7 @@ PackColumnsKernel(const PackColumnsJob job) {
   if (warp == 0) {
     const int64_t block = (row * job.blocks_down + down) * job.width + group * kTileLanes;
     ComputeColumnParameters<kBits>(x.type, shared, num_warps, lane_of_warp,
-                                   job.scale + block, job.minimum + block);
+                                   job.codes.Scale(block), job.codes.Minimum(block));
   }
   __syncthreads();
 
@@ -150,11 +149,11 @@ PackColumnsKernel(const PackColumnsJob job) {
   LaneNoise noise;
   noise.Start(job.rounding, tile, checksum, first_lane);
   const auto parameters_of = [&](int) { return of_lanes; };
-  const CodesOfThread<uint16_t> to = {
-      {job.codes + row * WordsOfTiles(num_tiles, kBits), num_tiles, job.aligned_codes},
-      tile,
-      first_lane,
-      exists};
+  const bool stores = exists && job.codes.has_planes;
+  using Row = decltype(job.codes.template Row<kBits>(row, tile, num_tiles));
+  const CodesOfThread<Row> to = {
+      stores ? job.codes.template Row<kBits>(row, tile, num_tiles) : Row{}, tile,
+      first_lane, stores};
   if (all_whole && flags == 0) {
     EncodeTile<kBits>(values, parameters_of, noise, to);
   } else {

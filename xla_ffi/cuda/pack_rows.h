@@ -5,6 +5,7 @@
 
 #include "cuda/device.h"
 #include "cuda/encode.h"
+#include "cuda/packed_places.h"
 #include "cuda/parameters.h"
 #include "cuda/planes.h"
 #include "cuda/scan.h"
@@ -23,11 +24,10 @@ inline constexpr int kStripElements = kMinBlockSize;
 inline constexpr int kStripRows = kStripElements / kTileLanes;
 static_assert(kTileElements / kStripElements == kTileThreads);
 
+template <typename Codes>
 struct PackRowsJob {
   ConstFloatArray x;
-  uint16_t* codes;
-  uint16_t* scale;
-  uint16_t* minimum;
+  Codes codes;
   DeviceRounding rounding;
   int64_t num_rows;
   int64_t row_elements;
@@ -35,7 +35,6 @@ struct PackRowsJob {
   int64_t slots_per_row;  // tiles, and one more if blocks have two and the number is odd
   int64_t blocks_per_row;
   int strips_per_block;
-  bool aligned_codes;
 };
 
 // Gives each thread of a tile the range of one strip out of those that all have found of
@@ -64,9 +63,9 @@ DAFJAX_DEVICE uint32_t TileUnion(uint32_t bits) {
   return bits;
 }
 
-template <int kBits>
+template <int kBits, typename Codes>
 DAFJAX_KERNEL(kPackRowsThreads)
-PackRowsKernel(const PackRowsJob job) {
+PackRowsKernel(const PackRowsJob<Codes> job) {
   const int lane_of_warp = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int part = lane_of_warp % kTileThreads;
   const int64_t slot = int64_t{blockIdx.x} * kPackRowsTiles +
@@ -117,10 +116,9 @@ PackRowsKernel(const PackRowsJob job) {
   const int64_t strip = tile * kTileThreads + part;
   const int64_t block = strip / strips;
   if (row < job.num_rows && strip % strips == 0 && block < job.blocks_per_row) {
-    job.scale[row * job.blocks_per_row + block] =
-        static_cast<uint16_t>(parameters.scale);
-    job.minimum[row * job.blocks_per_row + block] =
-        static_cast<uint16_t>(parameters.minimum);
+    const int64_t of_all = row * job.blocks_per_row + block;
+    *job.codes.Scale(of_all) = static_cast<uint16_t>(parameters.scale);
+    *job.codes.Minimum(of_all) = static_cast<uint16_t>(parameters.minimum);
   }
 
   LaneNoise noise;
@@ -141,12 +139,11 @@ PackRowsKernel(const PackRowsJob job) {
     of_row.flagged = (flags >> owner & 1) * 0xf;
     return of_row;
   };
-  const CodesOfThread<uint16_t> to = {
-      {job.codes + row * WordsOfTiles(job.tiles_per_row, kBits), job.tiles_per_row,
-       job.aligned_codes},
-      tile,
-      first_lane,
-      exists};
+  const bool stores = exists && job.codes.has_planes;
+  using Row = decltype(job.codes.template Row<kBits>(row, tile, job.tiles_per_row));
+  const CodesOfThread<Row> to = {
+      stores ? job.codes.template Row<kBits>(row, tile, job.tiles_per_row) : Row{}, tile,
+      first_lane, stores};
   if (all_whole && flags == 0) {
     EncodeTile<kBits>(values, parameters_of, noise, to);
   } else {

@@ -28,9 +28,18 @@ DAFJAX_DEVICE void StoreWords(uint16_t* to, bool aligned, uint2 words) {
   to[3] = static_cast<uint16_t>(words.y >> 16);
 }
 
+template <int kBits, int kPlane = 0>
+struct PlaneWriter;
+template <int kBits>
+struct ByteWriter;
+
 // Where the planes of the codes of one array row are.
 template <typename Word>
 struct CodesOfRow {
+  // What stores codes here.
+  template <int kBits>
+  using Writer = PlaneWriter<kBits>;
+
   // The words of plane `kPlane`, in tile `tile`, for the lanes from `lane` on.
   template <int kBits, int kPlane>
   DAFJAX_DEVICE Word* At(int64_t tile, int lane) const {
@@ -44,10 +53,34 @@ struct CodesOfRow {
   bool aligned;  // to four words
 };
 
-// Where a thread's words are.
+// Where the planes of one tile are, each in some page.
 template <typename Word>
+struct CodesOfTile {
+  template <int kBits>
+  using Writer = PlaneWriter<kBits>;
+
+  template <int kBits, int kPlane>
+  DAFJAX_DEVICE Word* At(int64_t, int lane) const {
+    return planes[kPlane] + lane;
+  }
+
+  static constexpr bool aligned = true;
+  Word* planes[kMaxPlanes];
+};
+
+// Where the codes of one tile are, a byte each, as the CPU packs them (cpu/kernels.h).
+struct BytesOfTile {
+  template <int kBits>
+  using Writer = ByteWriter<kBits>;
+
+  uint16_t* words;
+};
+
+// Where a thread's words are. `Row` is CodesOfRow; or, of this tile, CodesOfTile
+// or BytesOfTile.
+template <typename Row>
 struct CodesOfThread {
-  CodesOfRow<Word> row;
+  Row row;
   int64_t tile;
   int lane;
   bool exists;  // otherwise nothing is stored
@@ -63,12 +96,13 @@ struct Plane {
 
 // Takes codes row by row and stores the words of planes as soon as they are full. Codes
 // come in pairs of neighboring lanes, one in each half.
-template <int kBits, int kPlane = 0>
+template <int kBits, int kPlane>
 struct PlaneWriter {
   using P = Plane<kBits, kPlane>;
 
   // After unrolling `row` is known, and so is what this does.
-  DAFJAX_DEVICE void AddRow(int row, uint2 codes, const CodesOfThread<uint16_t>& to) {
+  template <typename Row>
+  DAFJAX_DEVICE void AddRow(int row, uint2 codes, const CodesOfThread<Row>& to) {
     const int place = row % P::kFields;
     const uint2 fields =
         make_uint2((codes.x >> P::kBelow & P::kMask) << place * P::kWidth,
@@ -87,13 +121,32 @@ struct PlaneWriter {
   std::conditional_t<kIsLast, Nothing, PlaneWriter<kBits, kIsLast ? 0 : kPlane + 1>> lower;
 };
 
+// Takes codes as PlaneWriter does, and stores a byte for each.
+template <int kBits>
+struct ByteWriter {
+  template <typename Row>
+  DAFJAX_DEVICE void AddRow(int row, uint2 codes, const CodesOfThread<Row>& to) {
+    constexpr int kBelow = 8 - kBits;
+    const uint2 bytes = make_uint2(codes.x << kBelow, codes.y << kBelow);
+    if (row % 2 == 0) {
+      words = bytes;
+    } else if (to.exists) {
+      StoreWords(to.row.words + row / 2 * kTileLanes + to.lane, true,
+                 make_uint2(words.x | bytes.x << 8, words.y | bytes.y << 8));
+    }
+  }
+
+  uint2 words = {0, 0};
+};
+
 // Gives codes row by row, in pairs as PlaneWriter takes them.
 template <int kBits, int kPlane = 0>
 struct PlaneReader {
   using P = Plane<kBits, kPlane>;
   static constexpr int kWords = kTileRows / P::kFields;
 
-  DAFJAX_DEVICE void Load(const CodesOfThread<const uint16_t>& from) {
+  template <typename Of>
+  DAFJAX_DEVICE void Load(const CodesOfThread<Of>& from) {
     const uint16_t* const plane = from.row.template At<kBits, kPlane>(from.tile, from.lane);
     DAFJAX_UNROLL
     for (int i = 0; i < kWords; ++i) {
@@ -120,9 +173,17 @@ struct PlaneReader {
   std::conditional_t<kIsLast, Nothing, PlaneReader<kBits, kIsLast ? 0 : kPlane + 1>> lower;
 };
 
-// The codes of one row, as PlaneReader gives them.
-template <int kBits, int kPlane = 0>
-DAFJAX_DEVICE uint2 LoadCodes(int row, const CodesOfThread<const uint16_t>& from) {
+// No planes: all codes are 0.
+template <>
+struct PlaneReader<0, 0> {
+  template <typename Of>
+  DAFJAX_DEVICE void Load(const CodesOfThread<Of>&) {}
+  DAFJAX_DEVICE uint2 Row(int) const { return make_uint2(0, 0); }
+};
+
+// The codes of one row, as PlaneReader gives them. Requires kBits > 0.
+template <int kBits, int kPlane = 0, typename Of>
+DAFJAX_DEVICE uint2 LoadCodes(int row, const CodesOfThread<Of>& from) {
   using P = Plane<kBits, kPlane>;
   const uint16_t* const plane = from.row.template At<kBits, kPlane>(from.tile, from.lane);
   const uint2 words =

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/device.h"
+#include "cuda/packed_places.h"
 #include "cuda/planes.h"
 #include "cuda/tile_values.h"
 #include "format/affine.h"
@@ -16,9 +17,6 @@ inline constexpr int kUnpackThreads = 128;
 inline constexpr int kUnpackTiles = kUnpackThreads / kTileThreads;  // of a launch block
 
 struct UnpackJob {
-  const uint16_t* codes;
-  const uint16_t* scale;
-  const uint16_t* minimum;
   MutableFloatArray y;
   int64_t num_rows;
   int64_t row_elements;
@@ -26,7 +24,6 @@ struct UnpackJob {
   int64_t blocks_per_row;
   int64_t block_size;
   int64_t width;  // of a folded row, if blocks are of columns
-  bool aligned_codes;  // and scales and minima
 };
 
 // Two stored parameters in one word: the scale, with its flag, above the minimum.
@@ -36,11 +33,25 @@ DAFJAX_DEVICE uint32_t JoinParameters(uint32_t scale, uint32_t minimum) {
 
 DAFJAX_DEVICE bool IsFlagged(uint32_t joined) { return joined >> 31 != 0; }
 
+// What codes stand for of which all bits are there.
+struct AllBits {
+  DAFJAX_DEVICE float operator()(uint32_t code) const { return static_cast<float>(code); }
+};
+
+// And of which planes are lost (README.md section 5). Exact.
+struct BitsLeft {
+  DAFJAX_DEVICE float operator()(uint32_t code) const {
+    return fmaf(static_cast<float>(code), step, first);
+  }
+  float step;
+  float first;  // what code 0 stands for
+};
+
 // One rounding, as if the product were exact.
-DAFJAX_DEVICE float Decode(uint32_t code, uint32_t joined) {
+DAFJAX_DEVICE float Decode(float code, uint32_t joined) {
   const float scale = __uint_as_float(joined & 0x7fff0000);
   const float minimum = __uint_as_float(joined << 16);
-  return fmaf(static_cast<float>(code), scale, minimum);
+  return fmaf(code, scale, minimum);
 }
 
 // Bits of what a code with its top bit set stands for in a flagged block.
@@ -57,11 +68,12 @@ DAFJAX_DEVICE uint32_t NonFiniteBits(FloatType type, uint32_t code) {
 }
 
 // Decodes what a thread has of a tile: no padding, of blocks that are not flagged.
+// `kBits` are left of each code, `left` says what that stands for.
 // `parameters_of(row, joined)` sets the parameters of the thread's lanes; all lanes of the
 // warp ask together.
-template <int kBits, typename ParametersOfRow>
-DAFJAX_DEVICE void DecodeTile(const CodesOfThread<const uint16_t>& from,
-                              const Piece& piece, const ParametersOfRow& parameters_of,
+template <int kBits, typename Row, typename Left, typename ParametersOfRow>
+DAFJAX_DEVICE void DecodeTile(const CodesOfThread<Row>& from, const Piece& piece,
+                              const Left& left, const ParametersOfRow& parameters_of,
                               const MutableFloatArray& y) {
   PlaneReader<kBits> reader;
   reader.Load(from);
@@ -70,17 +82,25 @@ DAFJAX_DEVICE void DecodeTile(const CodesOfThread<const uint16_t>& from,
     uint32_t joined[kThreadLanes];
     parameters_of(row, joined);
     const uint2 codes = reader.Row(row);
-    const float v[kThreadLanes] = {
-        Decode(codes.x & 0xffff, joined[0]), Decode(codes.x >> 16, joined[1]),
-        Decode(codes.y & 0xffff, joined[2]), Decode(codes.y >> 16, joined[3])};
+    const float v[kThreadLanes] = {Decode(left(codes.x & 0xffff), joined[0]),
+                                   Decode(left(codes.x >> 16), joined[1]),
+                                   Decode(left(codes.y & 0xffff), joined[2]),
+                                   Decode(left(codes.y >> 16), joined[3])};
     StoreFour(y, row * piece.stride, v);
   }
 }
 
+// Whether what is left of a code of a flagged block is that of no finite number.
+template <int kBits>
+DAFJAX_DEVICE bool IsNonFinite(uint32_t code) {
+  if constexpr (kBits == 0) return true;
+  return code >> (kBits > 0 ? kBits - 1 : 0) != 0;
+}
+
 // DecodeTile for whatever there is, a row at a time: rare, and not to cost registers.
-template <int kBits, typename ParametersOfRow>
-DAFJAX_DEVICE void DecodeTileWithFlags(const CodesOfThread<const uint16_t>& from,
-                                       const Piece& piece,
+template <int kBits, typename Row, typename Left, typename ParametersOfRow>
+DAFJAX_DEVICE void DecodeTileWithFlags(const CodesOfThread<Row>& from,
+                                       const Piece& piece, const Left& left,
                                        const ParametersOfRow& parameters_of,
                                        const MutableFloatArray& y) {
   DAFJAX_NO_UNROLL
@@ -89,25 +109,28 @@ DAFJAX_DEVICE void DecodeTileWithFlags(const CodesOfThread<const uint16_t>& from
     parameters_of(row, joined);
     const int present = piece.NumPresent(row);
     if (present == 0) continue;
-    const uint2 codes = LoadCodes<kBits>(row, from);
+    uint2 codes = make_uint2(0, 0);
+    if constexpr (kBits > 0) codes = LoadCodes<kBits>(row, from);
     DAFJAX_UNROLL
     for (int i = 0; i < kThreadLanes; ++i) {
       if (i >= present) continue;
       const uint32_t code = (i < 2 ? codes.x : codes.y) >> i % 2 * 16 & 0xffff;
       const int64_t place = row * piece.stride + i;
-      if (IsFlagged(joined[i]) && code >> (kBits - 1) != 0) {
+      if (IsFlagged(joined[i]) && IsNonFinite<kBits>(code)) {
         StoreBits(y, place, NonFiniteBits<kBits>(y.type, code));
       } else {
-        StoreValue(y, place, Decode(code, joined[i]));
+        StoreValue(y, place, Decode(left(code), joined[i]));
       }
     }
   }
 }
 
-// `kColumns`: blocks are of columns.
-template <int kBits, bool kColumns>
-DAFJAX_KERNEL(kUnpackThreads)
-UnpackKernel(const UnpackJob job) {
+// The part of a thread in decoding a batch of rows. `decode(row, tile, first_lane, exists,
+// piece, parameters_of, y, is_plain)` decodes its part of tile `tile` of row `row`; without
+// padding or flags that `is_plain`. `kColumns`: blocks are of columns.
+template <bool kColumns, typename Codes, typename DecodePart>
+DAFJAX_DEVICE void UnpackPart(const UnpackJob& job, const Codes& codes,
+                              const DecodePart& decode) {
   const int lane_of_warp = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int part = lane_of_warp % kTileThreads;
   const int first_lane = part * kThreadLanes;
@@ -132,8 +155,8 @@ UnpackKernel(const UnpackJob job) {
       const int64_t block = first_block +
                             tile_row * kTileRows / job.block_size * job.width +
                             lane_of_row;
-      const uint2 scale = LoadWords(job.scale + block, job.aligned_codes);
-      const uint2 minimum = LoadWords(job.minimum + block, job.aligned_codes);
+      const uint2 scale = LoadWords(codes.Scale(block), codes.aligned);
+      const uint2 minimum = LoadWords(codes.Minimum(block), codes.aligned);
       own[0] = JoinParameters(scale.x & 0xffff, minimum.x & 0xffff);
       own[1] = JoinParameters(scale.x >> 16, minimum.x >> 16);
       own[2] = JoinParameters(scale.y & 0xffff, minimum.y & 0xffff);
@@ -143,8 +166,8 @@ UnpackKernel(const UnpackJob job) {
           (tile * kTileElements + part * kMinBlockSize) / job.block_size;
       // The padding of a last tile may be in blocks that are not stored.
       if (block < job.blocks_per_row) {
-        own[0] = JoinParameters(job.scale[first_block + block],
-                                job.minimum[first_block + block]);
+        own[0] = JoinParameters(*codes.Scale(first_block + block),
+                                *codes.Minimum(first_block + block));
       }
     }
   }
@@ -166,18 +189,34 @@ UnpackKernel(const UnpackJob job) {
       for (int i = 0; i < kThreadLanes; ++i) joined[i] = of_strip;
     }
   };
-  const CodesOfThread<const uint16_t> from = {
-      {job.codes + row * WordsOfTiles(job.tiles_per_row, kBits), job.tiles_per_row,
-       job.aligned_codes},
-      tile,
-      first_lane,
-      exists};
   const MutableFloatArray y = job.y.From(row * job.row_elements + first);
-  if (all_whole && y.aligned && !any_flagged) {
-    DecodeTile<kBits>(from, piece, parameters_of, y);
+  decode(row, tile, first_lane, exists, piece, parameters_of, y,
+         all_whole && y.aligned && !any_flagged);
+}
+
+// Decodes a thread's part of a tile of which `kBits` are left.
+template <int kBits, typename Codes, typename Left, typename ParametersOfRow>
+DAFJAX_DEVICE void DecodePart(const UnpackJob& job, const Codes& codes, const Left& left,
+                              int64_t row, int64_t tile, int first_lane, bool exists,
+                              const Piece& piece, const ParametersOfRow& parameters_of,
+                              const MutableFloatArray& y, bool is_plain) {
+  using Row = decltype(codes.template Row<kBits>(row, tile, job.tiles_per_row));
+  const CodesOfThread<Row> from = {
+      exists ? codes.template Row<kBits>(row, tile, job.tiles_per_row) : Row{}, tile,
+      first_lane, exists};
+  if (is_plain) {
+    DecodeTile<kBits>(from, piece, left, parameters_of, y);
   } else {
-    DecodeTileWithFlags<kBits>(from, piece, parameters_of, y);
+    DecodeTileWithFlags<kBits>(from, piece, left, parameters_of, y);
   }
+}
+
+template <int kBits, bool kColumns>
+DAFJAX_KERNEL(kUnpackThreads)
+UnpackKernel(const UnpackJob job, const CodesInArrays<const uint16_t> codes) {
+  UnpackPart<kColumns>(job, codes, [&](const auto&... part) {
+    DecodePart<kBits>(job, codes, AllBits{}, part...);
+  });
 }
 
 }  // namespace dafjax

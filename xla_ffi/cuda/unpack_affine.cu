@@ -3,27 +3,29 @@
 #include "cuda/device.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
+#include "cuda/packed_places.h"
 #include "cuda/unpack.h"
+#include "cuda/unpack_launch.h"
 #include "format/affine.h"
-#include "format/columns.h"
-#include "format/float_type.h"
-#include "format/packed.h"
 
 namespace dafjax {
 namespace {
 
+using Codes = CodesInArrays<const uint16_t>;
+
 template <int kBits, bool kColumns>
-Failure Launch(Stream stream, const UnpackJob& job) {
-  const int64_t blocks = CeilDiv(job.num_rows * job.tiles_per_row, kUnpackTiles);
+Failure Launch(Stream stream, const UnpackJob& job, const Codes& codes) {
+  const int64_t blocks = NumUnpackBlocks(job);
   if (const Failure failure = CheckLaunch(blocks)) return failure;
   return DAFJAX_LAUNCH((UnpackKernel<kBits, kColumns>),
-                       static_cast<unsigned>(blocks), kUnpackThreads, stream, job);
+                       static_cast<unsigned>(blocks), kUnpackThreads, stream, job, codes);
 }
 
 template <int kBits>
-Failure UnpackAs(Stream stream, const AffineShape& shape, const UnpackJob& job) {
-  return shape.columns == 0 ? Launch<kBits, false>(stream, job)
-                            : Launch<kBits, true>(stream, job);
+Failure UnpackAs(Stream stream, const AffineShape& shape, const UnpackJob& job,
+                 const Codes& codes) {
+  return shape.columns == 0 ? Launch<kBits, false>(stream, job, codes)
+                            : Launch<kBits, true>(stream, job, codes);
 }
 
 }  // namespace
@@ -31,27 +33,16 @@ Failure UnpackAs(Stream stream, const AffineShape& shape, const UnpackJob& job) 
 Failure UnpackAffineOnDevice(Stream stream, const AffineShape& shape,
                              const ConstDeviceCodes& packed, void* y) {
   if (shape.num_rows * shape.row_elements == 0) return FillEmptyGraph(stream);
-  const UnpackJob job = {
-      packed.codes,
-      packed.scale,
-      packed.minimum,
-      {static_cast<char*>(y), shape.type,
-       AreAlignedRows(y, shape.num_rows, shape.row_elements,
-                      ElementNbytes(shape.type))},
-      shape.num_rows,
-      shape.row_elements,
-      shape.NumTiles(),
-      shape.NumBlocks(),
-      shape.block_size,
-      shape.columns == 0 ? 0 : ColumnLayout(shape.row_elements, shape.columns).width,
-      IsAligned(packed.codes, 8) && IsAligned(packed.scale, 8) &&
-          IsAligned(packed.minimum, 8)};
+  const UnpackJob job = UnpackJobOf(shape, y);
+  const Codes codes = {packed.codes, packed.scale, packed.minimum,
+                       IsAligned(packed.codes, 8) && IsAligned(packed.scale, 8) &&
+                           IsAligned(packed.minimum, 8)};
   switch (shape.bits) {
-    case 1: return UnpackAs<1>(stream, shape, job);
-    case 2: return UnpackAs<2>(stream, shape, job);
-    case 3: return UnpackAs<3>(stream, shape, job);
-    case 4: return UnpackAs<4>(stream, shape, job);
-    default: return UnpackAs<8>(stream, shape, job);
+    case 1: return UnpackAs<1>(stream, shape, job, codes);
+    case 2: return UnpackAs<2>(stream, shape, job, codes);
+    case 3: return UnpackAs<3>(stream, shape, job, codes);
+    case 4: return UnpackAs<4>(stream, shape, job, codes);
+    default: return UnpackAs<8>(stream, shape, job, codes);
   }
 }
 

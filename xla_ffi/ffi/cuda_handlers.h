@@ -11,8 +11,9 @@ struct XLA_FFI_CallFrame;
 #define DAFJAX_EXPORT __attribute__((visibility("default")))
 
 // The custom calls on NVIDIA GPUs, as handlers.h describes those of the CPU: the same
-// operands, results, attributes and bytes. They only enqueue kernels, on memory that XLA
-// has planned, and so can be captured into CUDA graphs; but for time_reductions.
+// operands, results, attributes and bytes. They only enqueue kernels, but for
+// time_reductions. Those on memory that XLA has planned can be captured into CUDA graphs;
+// those of page pools cannot.
 extern "C" {
 
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pack_affine(XLA_FFI_CallFrame* call_frame);
@@ -23,6 +24,13 @@ DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_minmax(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_sum_of_squares(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_time_reductions(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_tie(XLA_FFI_CallFrame* call_frame);
+DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_put(XLA_FFI_CallFrame* call_frame);
+DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_get(XLA_FFI_CallFrame* call_frame);
+DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_note(XLA_FFI_CallFrame* call_frame);
+
+// Pools of pages are in the library of the CPU: where its pool::FindAttachablePool is, and
+// a PackBytesFunction (device_pool/device_pool.h).
+DAFJAX_EXPORT void dafjax_cuda_serve_pools(void* finder, void* pack_bytes);
 
 // What a GPU is, for those who ask through ctypes.
 struct DafjaxCudaDevice {

@@ -1,18 +1,16 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "cpu/batch.h"
 #include "cpu/instruction_sets.h"
 #include "cpu/kernels.h"
 #include "cpu/paged_words.h"
-#include "ffi/checks.h"
 #include "ffi/handlers.h"
 #include "ffi/helpers.h"
+#include "ffi/pool_checks.h"
 #include "format/affine.h"
-#include "format/float_type.h"
 #include "format/packed.h"
 #include "pool/pool.h"
 #include "pool/registry.h"
@@ -25,77 +23,16 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Batches of rows [m, n] and their handles.
-struct Entries {
-  int64_t count;
-  AffineShape shape;  // of one entry; `bits` are known at run time
-  int64_t nbytes;     // of one entry
-};
-
-// Checks everything that putting and getting have in common.
-ffi::ErrorOr<Entries> CheckEntries(const std::string& call, const char* values_name,
-                                   const ffi::AnyBuffer& values,
-                                   const ffi::AnyBuffer& handles, int64_t block_size,
-                                   int64_t columns) {
-  if (ffi::Error error = CheckCode(call, 1, block_size); error.failure()) {
-    return ffi::Unexpected(error);
-  }
-  const std::optional<FloatType> type = FloatTypeOf(values.element_type());
-  if (!type.has_value()) {
-    return ffi::Unexpected(InvalidArgument(
-        call, std::string(values_name) + " must be float32, bfloat16 or float16."));
-  }
-  const std::optional<Rows> rows = RowsOf(values);
-  const auto dimensions = values.dimensions();
-  if (!rows.has_value() || dimensions.size() < 2) {
-    return ffi::Unexpected(InvalidArgument(
-        call, std::string(values_name) +
-                  " must have at least two dimensions and less than 2^57 elements, "
-                  "but its dimensions are " +
-                  DimensionsToString(dimensions) + "."));
-  }
-  const int64_t n = rows->row_elements;
-  if (ffi::Error error = CheckColumns(call, columns, n); error.failure()) {
-    return ffi::Unexpected(error);
-  }
-  const auto of_handles = handles.dimensions();
-  bool fits = handles.element_type() == ffi::DataType::U32 &&
-              of_handles.size() == dimensions.size() - 1 && of_handles.back() == 4;
-  for (size_t i = 0; fits && i + 1 < of_handles.size(); ++i) {
-    fits = of_handles[i] == dimensions[i];
-  }
-  if (!fits) {
-    return ffi::Unexpected(InvalidArgument(
-        call, "handle must be uint32 with the dimensions of " +
-                  std::string(values_name) + " (" + DimensionsToString(dimensions) +
-                  ") but for the last two, and 4, but its dimensions are " +
-                  DimensionsToString(of_handles) + "."));
-  }
-  const int64_t m = dimensions[dimensions.size() - 2];
-  const AffineShape shape = {*type, 1, block_size, m, n, columns};
-  return Entries{m == 0 ? 0 : rows->num_rows / m, shape, m * n * ElementNbytes(*type)};
-}
-
 ffi::ErrorOr<std::shared_ptr<pool::Pool>> FindPool(const std::string& call,
                                                    int64_t hash) {
   std::shared_ptr<pool::Pool> found = pool::FindPool(static_cast<uint64_t>(hash));
-  if (found != nullptr) return found;
+  if (found == nullptr) return ffi::Unexpected(NoSuchPool(call));
+  if (found->attachment() == nullptr) return found;
   return ffi::Unexpected(ffi::Error(
       ffi::ErrorCode::kFailedPrecondition,
-      call + ": the page pool that this program was compiled for does not exist in "
-             "this process. Keep the `dafjax.stores.PagePool` for as long as programs "
-             "use it, or make one of the same name."));
-}
-
-ffi::Error ErrorOf(const std::string& call, const pool::Status& status) {
-  const auto code = [&] {
-    switch (status.code) {
-      case pool::Code::kPoolExhausted: return ffi::ErrorCode::kResourceExhausted;
-      case pool::Code::kStaleHandle: return ffi::ErrorCode::kFailedPrecondition;
-      default: return ffi::ErrorCode::kInvalidArgument;
-    }
-  }();
-  return ffi::Error(code, call + ": " + status.message);
+      call + ": the page pool serves programs for a GPU, which may have yet to read what "
+             "a program for CPUs would write over. Make another "
+             "`dafjax.stores.PagePool` for programs for CPUs."));
 }
 
 // Scales, then minima.
@@ -236,10 +173,9 @@ ffi::Error PoolPutHandler(ffi::ThreadPool threads, ffi::RunId run_id, int32_t de
   const ffi::ErrorOr<Entries> entries =
       CheckEntries(call, "x", x, *handle, block_size, columns);
   if (entries.has_error()) return entries.error();
-  for (const int64_t b : {bits, max_bits}) {
-    if (ffi::Error error = CheckCode(call, b, block_size); error.failure()) return error;
-  }
-  if (ffi::Error error = CheckRounding(call, stochastic, seed); error.failure()) {
+  if (ffi::Error error =
+          CheckPut(call, bits, max_bits, block_size, stochastic, seed);
+      error.failure()) {
     return error;
   }
   const auto found = FindPool(call, pool_hash);
@@ -299,11 +235,9 @@ ffi::Error PoolNoteHandler(ffi::Buffer<ffi::F32> sensitivities, ffi::RemainingAr
                            ffi::Span<const int64_t> sites) {
   const std::string call = "pool_note";
   const int64_t n = static_cast<int64_t>(sites.size()) + 1;
-  const auto dimensions = sensitivities.dimensions();
-  if (dimensions.size() < 1 || dimensions.back() != n) {
-    return InvalidArgument(call, "sensitivities must be [*batch, " + std::to_string(n) +
-                                     "] for so many sites, but has dimensions " +
-                                     DimensionsToString(dimensions) + ".");
+  if (ffi::Error error = CheckSensitivities(call, n - 1, sensitivities);
+      error.failure()) {
+    return error;
   }
   const auto found = FindPool(call, pool_hash);
   if (found.has_error()) return found.error();

@@ -144,6 +144,23 @@ void Bookkeeping::AddImportance(SiteId site, double sample) {
   if (!sites_.AddImportance(site, sample)) observer_.RefuseImportance();
 }
 
+void Bookkeeping::TrackChanges() {
+  changes_.reserve(entries_.size());
+  tracks_changes_ = true;
+}
+
+int Bookkeeping::TakeChanges(Change* changes, int most) {
+  int count = 0;
+  for (; count < most && !changes_.empty(); changes_.pop_back(), ++count) {
+    Entry& entry = entries_[changes_.back()];
+    entry.changed = false;
+    // What is being written took the place of what is gone.
+    changes[count] = {changes_.back(),
+                      entry.IsCommitted() ? entry.bits_kept : Change::kGone};
+  }
+  return count;
+}
+
 void Bookkeeping::Collect(bool all) {
   if (all) {
     for (Epochs::Device& device : epochs_.devices()) {
@@ -246,6 +263,7 @@ void Bookkeeping::Evict(uint32_t slot) {
   tree_.Remove(&entry.place);
   streams_.Clear(&plane);
   entry.bits_kept = bits;
+  MarkChanged(slot);
   if (bits > 0) tree_.Insert(&entry.place, entry.Key(), slot);
 }
 
@@ -277,6 +295,9 @@ uint32_t Bookkeeping::PrepareEntry(const NewEntry& wanted) {
     // Every entry may become vacant.
     if (vacant_.capacity() < entries_.size() + 1) {
       vacant_.reserve(2 * (entries_.size() + 1));
+    }
+    if (tracks_changes_ && changes_.capacity() < entries_.size() + 1) {
+      changes_.reserve(2 * (entries_.size() + 1));
     }
     entries_.emplace_back();
     vacant_.push_back(static_cast<uint32_t>(entries_.size() - 1));
@@ -326,6 +347,7 @@ void Bookkeeping::Free(uint32_t slot) {
   }
   MoveTo(&entry, Phase::kVacant);
   Clear(&entry);
+  MarkChanged(slot);
   // A slot whose generations are used up is never used again: no handle comes twice.
   if (++entry.generation != std::numeric_limits<uint32_t>::max()) {
     vacant_.push_back(slot);
@@ -368,6 +390,12 @@ void Bookkeeping::MakeReclaimable(EntryList* over) {
     MoveTo(&entries_[slot], Phase::kReclaimable);
   }
   reclaimable_.Splice(&entries_, over);
+}
+
+void Bookkeeping::MarkChanged(uint32_t slot) {
+  if (!tracks_changes_ || entries_[slot].changed) return;
+  entries_[slot].changed = true;
+  changes_.push_back(slot);
 }
 
 }  // namespace dafjax::pool

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "pool/attachment.h"
 #include "pool/bit_allocator.h"
 #include "pool/entry.h"
 #include "pool/epochs.h"
@@ -32,8 +33,8 @@ namespace dafjax::pool {
 //
 // Invariants, besides those of the parts: every page that is in use belongs to a stream
 // of one entry or to the small allocator, whose slots that are in use are the tails of
-// streams; the tree holds the offered entries with bits_kept > 0, each with its key;
-// lists hold the committed entries, each with its phase, and on that of an execution the
+// streams; `changes_` has each slot once that is marked as changed; the tree holds the
+// offered entries with bits_kept > 0, each with its key; lists hold the committed entries, each with its phase, and on that of an execution the
 // entries that are not offered are the last ones; fixed_nbytes = the sum of FixedNbytes()
 // of all entries; the observer's counts are the sums over all entries.
 class Bookkeeping {
@@ -79,6 +80,12 @@ class Bookkeeping {
   }
   void NoteGradient(double energy) { allocator_.NoteGradient(energy); }
 
+  // Keeps a list of slots whose entry loses a plane or is gone from now on. May throw.
+  void TrackChanges();
+  // Takes up to `most` of them off the list; returns how many.
+  int TakeChanges(Change* changes, int most);
+  bool HasCommitted() const { return pages_.num_committed() > 0; }
+
   // Frees what is reclaimable and gives free pages back. With `all`, all executions
   // count as over.
   void Collect(bool all);
@@ -110,6 +117,7 @@ class Bookkeeping {
   void Clear(Entry* entry);
   void StartExecution(const Execution& execution);
   void MakeReclaimable(EntryList* over);
+  void MarkChanged(uint32_t slot);
 
   const uint32_t pool_id_;
   const HandleKey key_;
@@ -124,6 +132,8 @@ class Bookkeeping {
   Streams streams_;
   Entries entries_;
   std::vector<uint32_t> vacant_;
+  bool tracks_changes_ = false;
+  std::vector<uint32_t> changes_;
   EvictionTree tree_;
   Epochs epochs_;
   EntryList reclaimable_;

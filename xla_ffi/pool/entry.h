@@ -48,6 +48,8 @@ struct Entry {
   int64_t reads = 0;
   // Whether the eviction tree has been told of it.
   bool offered = false;
+  // Whether its slot is among those that have changed.
+  bool changed = false;
   // Whether 8 bits were asked for: those that an exponential is taken of ruin a gradient
   // with fewer, which importances, of first order, do not tell.
   bool needs_all = false;

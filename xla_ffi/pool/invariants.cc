@@ -46,6 +46,7 @@ struct Sums {
   int64_t fixed_nbytes = 0;
   int64_t in_tree = 0;
   int64_t vacant = 0;
+  int64_t changed = 0;
   std::vector<const uint8_t*> pages;
   std::vector<SlotRun> tails;
 };
@@ -64,6 +65,7 @@ const char* StreamViolation(const Stream& stream, const SmallAllocator& small,
 }
 
 const char* EntryViolation(const Entry& entry, const SmallAllocator& small, Sums* sums) {
+  sums->changed += entry.changed;
   if (entry.phase == Phase::kVacant) {
     if (entry.Nbytes() != 0 || entry.LackingNbytes() != 0 || entry.pins != 0 ||
         entry.offered || entry.place.inside()) {
@@ -123,6 +125,13 @@ const char* Bookkeeping::Violation() const {
   if (static_cast<int64_t>(vacant_.size()) != sums.vacant ||
       vacant_.capacity() < entries_.size()) {
     return "entries: each vacant one can be found";
+  }
+  for (const uint32_t slot : changes_) {
+    if (slot >= entries_.size() || !entries_[slot].changed) return "changes: marked";
+  }
+  if (static_cast<int64_t>(changes_.size()) != sums.changed ||
+      (tracks_changes_ && changes_.capacity() < entries_.size())) {
+    return "changes: each once, with room for all";
   }
   if (!streams_.small().IsValid(sums.tails)) return "small allocator: masks and lists";
   streams_.small().AppendPages(&sums.pages);

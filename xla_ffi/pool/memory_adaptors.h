@@ -8,6 +8,29 @@
 
 namespace dafjax::pool {
 
+// Another memory, which may change as long as nothing is committed.
+class ReplaceableMemory final : public Memory {
+ public:
+  explicit ReplaceableMemory(Memory* memory) : memory_(memory) {}
+
+  uint8_t* Reserve(int64_t nbytes) override { return memory_->Reserve(nbytes); }
+  void Unreserve(uint8_t* data, int64_t nbytes) override {
+    memory_->Unreserve(data, nbytes);
+  }
+  bool Commit(uint8_t* data, int64_t nbytes) override {
+    return memory_->Commit(data, nbytes);
+  }
+  void Release(uint8_t* data, int64_t nbytes) override {
+    memory_->Release(data, nbytes);
+  }
+
+  // What is reserved already is the new memory's from now on.
+  void Replace(Memory* memory) { memory_ = memory; }
+
+ private:
+  Memory* memory_;
+};
+
 // Counts what is committed.
 //
 // Invariant: committed().current is what was committed minus what was released.

@@ -7,6 +7,7 @@
 
 #include "pool/bookkeeping.h"
 #include "pool/fork.h"
+#include "pool/memory_adaptors.h"
 
 namespace dafjax::pool {
 namespace {
@@ -71,7 +72,8 @@ static_assert(TileNbytes(1) == 1 << 6);
 struct Pool::State {
   State(const Options& options, Memory* memory, int64_t budget)
       : forks(NumForks()),
-        book(memory,
+        replaceable(memory),
+        book(&replaceable,
              options.growth != nullptr ? options.growth
                                        : std::make_shared<const AdaptiveGrowth>(),
              budget, options.executions_in_flight < 1 ? 1 : options.executions_in_flight,
@@ -79,6 +81,9 @@ struct Pool::State {
 
   const uint32_t forks;
   std::mutex mutex;
+  ReplaceableMemory replaceable;
+  // Outlives the pages that come from its memory.
+  std::shared_ptr<Attachment> attachment;
   Bookkeeping book;
 };
 
@@ -121,6 +126,45 @@ Status Pool::Guarded(Function function) const noexcept {
   } catch (const std::bad_alloc&) {
     return OutOfMemory();
   }
+}
+
+Status Pool::Attach(const MakeAttachment& make,
+                    std::shared_ptr<Attachment>* attachment) noexcept {
+  State& state = this->state();
+  return Guarded([&](Bookkeeping* book) -> Status {
+    if (state.attachment == nullptr) {
+      if (options_.backward_once) {
+        return {Code::kInvalidArgument,
+                "`PagePool(backward_once=True)` serves programs for CPUs only: on a GPU, "
+                "which runs behind the host, the host does not know what has been read. "
+                "Leave it out."};
+      }
+      book->Collect(false);
+      if (book->HasCommitted()) {
+        return {Code::kInvalidArgument,
+                "the page pool holds residuals of programs for CPUs, in memory that no "
+                "GPU sees. Make another `dafjax.stores.PagePool` for programs for GPUs."};
+      }
+      Status status;
+      std::shared_ptr<Attachment> made = make(memory(), &status);
+      if (made == nullptr) return status;
+      book->TrackChanges();
+      state.replaceable.Replace(made->memory());
+      state.attachment = std::move(made);
+    }
+    *attachment = state.attachment;
+    return {};
+  });
+}
+
+int Pool::TakeChanges(Change* changes, int most) noexcept {
+  return Locked([&](Bookkeeping* book) { return book->TakeChanges(changes, most); });
+}
+
+std::shared_ptr<Attachment> Pool::attachment() const noexcept {
+  State& state = this->state();
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  return state.attachment;
 }
 
 Status Pool::Put(const Execution& execution, SiteId site, const PutRequest& request,

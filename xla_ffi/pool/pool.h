@@ -3,10 +3,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
 
+#include "pool/attachment.h"
 #include "pool/execution.h"
 #include "pool/growth.h"
 #include "pool/handle.h"
@@ -62,10 +64,43 @@ struct Options {
   // An entry is freed, and free pages go back to the system, when it has been read as
   // often as its readers say that a backward pass does.
   bool backward_once = false;
+  // What an attachment is to have pack.
+  Packer packer = Packer::kAuto;
   // Null: AdaptiveGrowth.
   std::shared_ptr<const Growth> growth;
   // Null: SystemMemory. Must outlive the pool.
   Memory* memory = nullptr;
+};
+
+// Makes the attachment of a pool, whose pages come from `system` otherwise. Null, and why
+// not in `status`, if it cannot be made.
+using MakeAttachment =
+    std::function<std::shared_ptr<Attachment>(Memory* system, Status* status)>;
+
+// What an attachment needs of its pool. It is in another library, and calls what is here
+// through the table of functions alone.
+class AttachablePool {
+ public:
+  virtual ~AttachablePool() = default;
+
+  // Gives the attachment, and makes it the first time. Programs for the host cannot use
+  // the pool from then on: they would write into pages that a device has yet to read.
+  virtual Status Attach(const MakeAttachment& make,
+                        std::shared_ptr<Attachment>* attachment) noexcept = 0;
+  // Of entries that were put, up to `most` that have lost planes or are gone since they
+  // were last asked for. Returns how many.
+  virtual int TakeChanges(Change* changes, int most) noexcept = 0;
+
+  // As Pool says.
+  virtual Status Put(const Execution& execution, SiteId site, const PutRequest& request,
+                     PutView* view, Handle* handle) noexcept = 0;
+  virtual Status Commit(const Handle& handle) noexcept = 0;
+  virtual Status Abort(const Handle& handle) noexcept = 0;
+  virtual void NoteRange(SiteId site, double mean_square, int64_t num_tiles) noexcept = 0;
+  virtual void NoteSensitivity(SiteId site, double sensitivity) noexcept = 0;
+  virtual void NoteGradient(double energy) noexcept = 0;
+  virtual bool measures() const noexcept = 0;
+  virtual Packer packer() const noexcept = 0;
 };
 
 // Keeps codes of residuals in pages of 64 KiB, within a budget.
@@ -86,22 +121,28 @@ struct Options {
 // All functions may be called from any thread, and none throws. After fork() the child's
 // pool is empty, with the parent's budget and target but no site's settings, and refuses
 // the parent's handles.
-class Pool {
+class Pool final : public AttachablePool {
  public:
   explicit Pool(const Options& options);
-  ~Pool();
+  ~Pool() override;
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
+
+  Status Attach(const MakeAttachment& make,
+                std::shared_ptr<Attachment>* attachment) noexcept override;
+  int TakeChanges(Change* changes, int most) noexcept override;
+  // Null if there is none.
+  std::shared_ptr<Attachment> attachment() const noexcept;
 
   // Makes room for an entry. On any status but kOk, `view` and `handle` are as they were
   // and no page is taken; others may have lost planes before it was certain that even
   // that is not enough.
   Status Put(const Execution& execution, SiteId site, const PutRequest& request,
-             PutView* view, Handle* handle) noexcept;
+             PutView* view, Handle* handle) noexcept override;
   // Makes what was written readable. The tables of Put must not be used any more.
-  Status Commit(const Handle& handle) noexcept;
+  Status Commit(const Handle& handle) noexcept override;
   // Takes back an entry that was put and not committed.
-  Status Abort(const Handle& handle) noexcept;
+  Status Abort(const Handle& handle) noexcept override;
 
   // Finds an entry and pins it: it loses nothing until Unpin. Any number of threads may
   // pin an entry at once; each Get that succeeds needs its Unpin.
@@ -119,18 +160,19 @@ class Pool {
   // blocks, and what its backward pass would make of squared ranges of 1. At the start of
   // the next execution their product, over all entries of a site, is a sample. What is not
   // finite or is negative is counted and ignored.
-  void NoteRange(SiteId site, double mean_square, int64_t num_tiles) noexcept;
-  void NoteSensitivity(SiteId site, double sensitivity) noexcept;
+  void NoteRange(SiteId site, double mean_square, int64_t num_tiles) noexcept override;
+  void NoteSensitivity(SiteId site, double sensitivity) noexcept override;
   // The squared norm of the gradient of an execution, or of a part of it.
-  void NoteGradient(double energy) noexcept;
+  void NoteGradient(double energy) noexcept override;
   // What bits are allocated for at the start of each execution, as far as importances are
   // known; sites whose bits are set keep them.
   void SetTarget(const Target& target) noexcept;
   // Whether importances matter, for what is allocated or evicted; else no range need be
   // noted.
-  bool measures() const noexcept {
+  bool measures() const noexcept override {
     return target_kind_.load() != Target::kNone || budget_.load() != Options::kUnlimited;
   }
+  Packer packer() const noexcept override { return options_.packer; }
   // Bits that the site's puts get, 1, 2, 4 or 8; never more than the request's max_bits.
   // 0 takes the setting back.
   Status SetBits(SiteId site, int bits) noexcept;

@@ -21,4 +21,8 @@ std::shared_ptr<Pool> FindPool(uint64_t hash) {
   return ByHash<Pool>::All().Find(hash);
 }
 
+std::shared_ptr<AttachablePool> FindAttachablePool(uint64_t hash) {
+  return FindPool(hash);
+}
+
 }  // namespace dafjax::pool

@@ -19,6 +19,10 @@ bool Register(uint64_t hash, const std::shared_ptr<Pool>& pool);
 // The live pool of a hash, or null. The registry itself keeps no pool alive.
 std::shared_ptr<Pool> FindPool(uint64_t hash);
 
+// FindPool for another library.
+using AttachablePoolFinder = std::shared_ptr<AttachablePool> (*)(uint64_t hash);
+std::shared_ptr<AttachablePool> FindAttachablePool(uint64_t hash);
+
 }  // namespace dafjax::pool
 
 #endif  // DAFJAX_POOL_REGISTRY_H_

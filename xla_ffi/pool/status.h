@@ -14,6 +14,10 @@ enum class Code {
   kPoolExhausted,
   // The handle was reclaimed, or never was one of this pool in this process.
   kStaleHandle,
+  // The device cannot do what the pool needs of it.
+  kUnsupported,
+  // The device, or what drives it, failed.
+  kDeviceFailure,
 };
 
 // What came of a call. `message` is for people; it is empty if `ok()`.

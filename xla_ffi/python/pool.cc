@@ -14,7 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/batch.h"
+#include "cpu/instruction_sets.h"
+#include "cpu/paged_words.h"
 #include "pool/allocation.h"
+#include "pool/attachment.h"
 #include "pool/pool.h"
 #include "pool/registry.h"
 #include "python/pool_bytes.h"
@@ -27,11 +31,26 @@ namespace py = pybind11;
 
 using pool::Pool;
 
+// On the thread that calls it, which is the CUDA driver's.
+void PackBytesOnHost(int64_t num_tiles, const uint16_t* bytes,
+                     const AffineCodes& planes) {
+  PackBytes(BestKernels(), num_tiles, bytes, planes, {});
+}
+
+pool::Packer PackerNamed(const std::string& name) {
+  if (name == "auto") return pool::Packer::kAuto;
+  if (name == "gpu") return pool::Packer::kGpu;
+  if (name == "cpu") return pool::Packer::kCpu;
+  throw py::value_error("`packer` must be auto, gpu or cpu, but got " + name + ".");
+}
+
 std::shared_ptr<Pool> MakePool(const std::string& name, std::optional<int64_t> budget,
                                std::optional<double> growth_share,
                                std::optional<int64_t> growth_nbytes,
-                               int executions_in_flight, bool backward_once) {
+                               int executions_in_flight, bool backward_once,
+                               const std::string& packer) {
   pool::Options options;
+  options.packer = PackerNamed(packer);
   options.budget = budget.value_or(std::numeric_limits<int64_t>::max());
   options.executions_in_flight = executions_in_flight;
   options.backward_once = backward_once;
@@ -66,9 +85,12 @@ py::dict DictOf(const pool::Amount& amount) {
 }
 
 py::dict StatsOf(const Pool& self) {
-  const pool::Stats stats = [&self] {
+  const std::shared_ptr<pool::Attachment> attachment = self.attachment();
+  const pool::Stats stats = [&] {
     const py::gil_scoped_release release;
-    return self.Snapshot();
+    pool::Stats of_host = self.Snapshot();
+    if (attachment != nullptr) of_host.refused_handles += attachment->num_refused();
+    return of_host;
   }();
   py::dict sites;
   for (const auto& [id, site] : stats.sites) {
@@ -104,6 +126,10 @@ py::dict StatsOf(const Pool& self) {
   dict["executions"] = stats.executions;
   dict["expected_variance"] = stats.expected_variance;
   dict["gradient_energy"] = stats.gradient_energy;
+  dict["packer"] = py::none();
+  if (attachment != nullptr) {
+    dict["packer"] = attachment->packer() == pool::Packer::kGpu ? "gpu" : "cpu";
+  }
   dict["sites"] = sites;
   return dict;
 }
@@ -117,6 +143,15 @@ std::vector<pool::SiteDemand> DemandsOf(
   return demands;
 }
 
+void Collect(Pool* self, bool all) {
+  Check([self, all]() -> pool::Status {
+    const py::gil_scoped_release release;
+    all ? self->CollectAll() : self->Collect();
+    const std::shared_ptr<pool::Attachment> attachment = self->attachment();
+    return attachment == nullptr ? pool::Status{} : attachment->Settle();
+  }());
+}
+
 std::optional<std::string> Violation(const Pool& self) {
   std::string why;
   const py::gil_scoped_release release;
@@ -127,10 +162,17 @@ std::optional<std::string> Violation(const Pool& self) {
 }  // namespace
 
 void AddPool(py::module_& m) {
-  using Released = py::call_guard<py::gil_scoped_release>;
   m.def(
       "pool_hash", [](const std::string& name) { return pool::HashOfName(name); },
       py::arg("name"), "What custom calls carry in place of a pool's name.");
+  m.def(
+      "attachable_pool_finder",
+      [] { return reinterpret_cast<uintptr_t>(&pool::FindAttachablePool); },
+      "The address of the function by which the CUDA library finds pools.");
+  m.def(
+      "pack_bytes_function",
+      [] { return reinterpret_cast<uintptr_t>(&PackBytesOnHost); },
+      "The address of the function by which it has codes packed.");
   m.def(
       "find_pool", [](uint64_t hash) { return pool::FindPool(hash); }, py::arg("hash"),
       "The pool in use whose name has this hash, or None.");
@@ -151,7 +193,7 @@ void AddPool(py::module_& m) {
   pool.def(py::init(&MakePool), py::arg("name"), py::kw_only(),
            py::arg("budget") = py::none(), py::arg("growth_share") = py::none(),
            py::arg("growth_nbytes") = py::none(), py::arg("executions_in_flight") = 1,
-           py::arg("backward_once") = false)
+           py::arg("backward_once") = false, py::arg("packer") = "auto")
       .def("stats", &StatsOf, "A consistent snapshot.")
       .def("violation", &Violation, "The invariant that does not hold, or None.")
       .def_property("budget", &Pool::budget,
@@ -169,8 +211,11 @@ void AddPool(py::module_& m) {
           },
           py::arg("kind"), py::arg("value"))
       .def("add_importance", &Pool::AddImportance, py::arg("site"), py::arg("sample"))
-      .def("collect", &Pool::Collect, Released())
-      .def("collect_all", &Pool::CollectAll, Released());
+      .def(
+          "collect", [](Pool& self) { Collect(&self, false); },
+          "Frees what executions left that are over.")
+      .def("collect_all", [](Pool& self) { Collect(&self, true); },
+           "The same, and counts all executions as over.");
   AddPoolBytes(m, &pool);
 }
 

@@ -2,6 +2,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <stdexcept>
+
 namespace dafjax {
 
 namespace py = pybind11;
@@ -19,6 +21,8 @@ void Check(const pool::Status& status) {
     case pool::Code::kInvalidArgument: throw py::value_error(status.message);
     case pool::Code::kPoolExhausted: RaisePoolError("PoolExhausted", status.message);
     case pool::Code::kStaleHandle: RaisePoolError("StaleHandle", status.message);
+    case pool::Code::kUnsupported:
+    case pool::Code::kDeviceFailure: throw std::runtime_error(status.message);
   }
 }
 

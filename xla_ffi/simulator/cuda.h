@@ -4,9 +4,9 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "simulator/grid.h"
+#include "simulator/runtime.h"
 
 // The part of CUDA that kernels of this project use, under CUDA's own names, for g++. The
 // thread sanitizer must see what is in this file, and must not see what is in grid.cc.
@@ -173,32 +173,10 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   return picked;
 }
 
-// The runtime: a stream is anything, and all that is enqueued is done at once.
-using cudaError_t = int;
-struct CUstream_st;
-using cudaStream_t = CUstream_st*;
-inline constexpr cudaError_t cudaSuccess = 0;
-enum cudaMemcpyKind { cudaMemcpyDeviceToDevice, cudaMemcpyHostToDevice };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+// The first bit that is set, counted from the top; 32 if none is.
+inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
 
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t nbytes,
-                                   cudaMemcpyKind, cudaStream_t) {
-  std::memcpy(to, from, nbytes);
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaMemsetAsync(void* to, int value, size_t nbytes, cudaStream_t) {
-  std::memset(to, value, nbytes);
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-
-inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+// Orders memory for the host, too.
+inline void __threadfence_system() { ::dafjax::simulator::Fence(); }
 
 #endif  // DAFJAX_SIMULATOR_CUDA_H_

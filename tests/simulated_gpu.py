@@ -1,0 +1,79 @@
+"""The handlers of CUDA with simulated kernels, for XLA on the CPU.
+
+As a plugin of pytest (`-p tests.simulated_gpu`) it has page pools served by them, from
+the library that the environment variable DAFJAX_SIMULATED_GPU names: tests of pools
+then run as on a GPU that does at once what it is told.
+"""
+
+import ctypes
+import fcntl
+import os
+import pathlib
+import subprocess
+
+import jax
+import pytest
+
+from dafjax._native import _cpu, _cuda_library
+
+
+LIBRARY = "DAFJAX_SIMULATED_GPU"
+SOURCES = pathlib.Path(__file__).resolve().parents[1] / "xla_ffi"
+_FFI = (
+    "affine_checks", "bitmask_checks", "checks", "cuda_affine", "cuda_bitmask",
+    "cuda_pool", "cuda_reduce", "cuda_tie", "pool_checks", "reduction_checks",
+    "reduction_timing", "tied_buffers",
+)  # fmt: skip
+
+
+def built(factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Builds the handlers as a library, once for all processes of a session."""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    target = folder / "libsimulated.so"
+    with open(folder / "libsimulated.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _build(target)
+    return target
+
+
+def _build(target: pathlib.Path) -> None:
+    sources = [SOURCES / "ffi" / f"{name}.cc" for name in _FFI]
+    for pattern in ("simulator/*.cc", "cuda/*.cu", "device_pool/*.cu"):
+        sources += SOURCES.glob(pattern)
+    command = [
+        os.environ.get("CXX", "c++"), "-std=c++17", "-O0", "-Wall", "-Wextra",
+        "-Werror", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread",
+        "-ffp-contract=off", "-fno-strict-aliasing", "-DDAFJAX_SIMULATED",
+        f"-I{SOURCES}", "-isystem", jax.ffi.include_dir(), "-x", "c++", *sources,
+        "-o", target,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def load(path: os.PathLike[str]) -> ctypes.CDLL:
+    """Loads what was built."""
+    library = ctypes.CDLL(os.fspath(path))
+    _cuda_library.connect_pools(library)
+    return library
+
+
+def serve_pools(library: ctypes.CDLL) -> None:
+    """Has the custom calls of page pools on the CPU served by the library.
+
+    Before any program is compiled, for the rest of the process.
+    """
+    of_cpu = _cpu.handlers()
+    pools = [name for name in _cuda_library.HANDLERS if "pool" in name]
+    for name in pools:
+        function = _cuda_library.HANDLERS[name]
+        handler = jax.ffi.pycapsule(getattr(library, function))
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    _cpu.handlers = lambda: {k: v for k, v in of_cpu.items() if k not in pools}
+
+
+if LIBRARY in os.environ:
+    serve_pools(load(os.environ[LIBRARY]))

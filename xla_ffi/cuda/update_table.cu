@@ -1,0 +1,43 @@
+#include <cstdint>
+
+#include "cuda/device.h"
+#include "cuda/entry_table.h"
+#include "cuda/pool_kernels.h"
+
+namespace dafjax {
+namespace {
+
+constexpr int kUpdateThreads = 128;
+
+// One block: each step sees the one before.
+DAFJAX_KERNEL(kUpdateThreads) UpdateTableKernel(const TableUpdate update) {
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < update.num_changes; i += kUpdateThreads) {
+    const EntryChange change = update.changes[i];
+    // The device was never told of entries whose put failed.
+    if (change.slot >= update.table.num_slots) continue;
+    DeviceEntry* const entry = update.table.At(change.slot);
+    if (change.bits_kept == EntryChange::kGone) {
+      entry->handle = {};
+    } else {
+      entry->bits_kept = change.bits_kept;
+    }
+  }
+  __syncthreads();
+  for (int i = thread; i < update.num_pages; i += kUpdateThreads) {
+    const int64_t place = int64_t{update.first_page} + i;
+    uint8_t* const list = update.entry.pages.list[place >> kLog2PageAddresses];
+    reinterpret_cast<uint8_t**>(list)[place & (kPageAddresses - 1)] = update.pages[i];
+  }
+  if (update.handle == nullptr || thread >= 4) return;
+  update.handle[thread] = update.entry.handle.words[thread];
+  if (thread == 0) *update.table.At(update.slot) = update.entry;
+}
+
+}  // namespace
+
+Failure UpdateTableOnDevice(Stream stream, const TableUpdate& update) {
+  return DAFJAX_LAUNCH(UpdateTableKernel, 1, kUpdateThreads, stream, update);
+}
+
+}  // namespace dafjax

@@ -1,0 +1,560 @@
+#include "device_pool/device_pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/device.h"
+#include "cuda/entry_table.h"
+#include "cuda/pool_kernels.h"
+#include "device_pool/host_packer.h"
+#include "device_pool/lap_timer.h"
+#include "device_pool/mapped_memory.h"
+#include "device_pool/note_queue.h"
+#include "device_pool/packer_choice.h"
+#include "device_pool/stream_order.h"
+#include "format/affine.h"
+#include "format/packed.h"
+#include "pool/attachment.h"
+#include "pool/handle.h"
+#include "pool/pool.h"
+#include "pool/status.h"
+#include "pool/tables.h"
+
+namespace dafjax {
+namespace {
+
+using pool::Code;
+using pool::Status;
+
+static_assert(pool::kLog2PageNbytes == kLog2EntryPageNbytes);
+static_assert(pool::Change::kGone == EntryChange::kGone);
+
+std::string Text(int64_t number) { return std::to_string(number); }
+
+Status StatusOf(Failure failure) {
+  if (failure == nullptr) return {};
+  return {Code::kDeviceFailure,
+          std::string("CUDA could not enqueue what the page pool needs: ") + failure +
+              ". `python -m dafjax doctor` tells what CUDA has."};
+}
+
+Status CannotMap(const char* attribute) {
+  return {Code::kUnsupported,
+          std::string("this GPU does not see memory of the host (") + attribute +
+              " is 0), in which a page pool keeps residuals. Use "
+              "`dafjax.stores.Arrays()` on it."};
+}
+
+int64_t ParametersNbytes(const AffineShape& shape) {
+  constexpr int64_t kNbytesOfBlock = 2 * sizeof(uint16_t);
+  return kNbytesOfBlock * shape.num_rows * shape.NumBlocks();
+}
+
+// Of the list of an entry's pages, for the most bits that it may be given.
+int64_t ListNbytesOf(const AffineShape& shape, int max_bits) {
+  const int64_t num_tiles = shape.num_rows * shape.NumTiles();
+  const int bits = max_bits >= 8 ? 8 : max_bits >= 4 ? 4 : max_bits >= 2 ? 2 : 1;
+  int64_t of_planes = 0;
+  for (int i = 0; i < PlanesOf(bits).count; ++i) {
+    const int64_t nbytes = num_tiles * pool::TileNbytes(PlanesOf(bits).widths[i]);
+    of_planes += CeilDiv(nbytes, pool::kPageNbytes);
+  }
+  // The list takes pages, which are on the list.
+  int64_t of_metadata = 0;
+  while (true) {
+    const int64_t nbytes = ListNbytes(of_planes + of_metadata) + ParametersNbytes(shape);
+    const int64_t needed = CeilDiv(nbytes, pool::kPageNbytes);
+    if (needed <= of_metadata) return ListNbytes(of_planes + of_metadata);
+    of_metadata = needed;
+  }
+}
+
+// Takes back an entry that is not committed in the end.
+class Writing {
+ public:
+  Writing(pool::AttachablePool* pool, const pool::Handle& handle)
+      : pool_(pool), handle_(handle) {}
+  ~Writing() {
+    if (pool_ != nullptr) static_cast<void>(pool_->Abort(handle_));
+  }
+  Writing(const Writing&) = delete;
+  Writing& operator=(const Writing&) = delete;
+
+  Status Commit() {
+    pool::AttachablePool* const pool = pool_;
+    pool_ = nullptr;
+    return pool->Commit(handle_);
+  }
+
+ private:
+  pool::AttachablePool* pool_;
+  const pool::Handle handle_;
+};
+
+// Makes a device the current one of this thread.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    static_cast<void>(cudaGetDevice(&before_));
+    static_cast<void>(cudaSetDevice(device));
+  }
+  ~OnDevice() { static_cast<void>(cudaSetDevice(before_)); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+class CudaDevicePool final : public DevicePool {
+ public:
+  CudaDevicePool(pool::AttachablePool* pool, PackBytesFunction pack,
+                 pool::Memory* system)
+      : pool_(pool), pack_(pack), memory_(system, [this] { Wait(); }) {}
+  ~CudaDevicePool() override;
+
+  // Before all others. On any status but kOk there is nothing but to destroy it.
+  Status Start();
+
+  Status Put(const DevicePut& put) override;
+  Status Get(Stream stream, const AffineShape& shape, const uint32_t* handle,
+             void* y) override;
+  Status Note(Stream stream, const float* sensitivities, int64_t num_rows,
+              const int64_t* sites, int64_t num_sites) override;
+  pool::Memory* memory() override { return &memory_; }
+  Status Settle() override;
+  int64_t num_refused() const override;
+  pool::Packer packer() const override { return packer_; }
+
+ private:
+  bool Has(cudaDeviceAttr attribute) const;
+  Status CheckAttributes() const;
+  Failure Allocate();
+  void Wait();
+
+  // Of every call, with the lock.
+  Status Enter(Stream stream);
+  Status Leave(Stream stream);
+  Status TakeFaults();
+  Status CheckDevice() const;
+
+  Status Write(const DevicePut& put, int64_t list_nbytes, const pool::PutView& view,
+               const pool::Handle& handle);
+  Failure ChoosePacker(const DevicePut& put);
+  Failure Pack(const DevicePut& put, const AffineShape& shape,
+               const pool::PutView& view, const DeviceEntry& entry);
+  Failure TellChanges(Stream stream);
+  Failure TellEntry(const DevicePut& put, const pool::PutView& view,
+                    const pool::Handle& handle, DeviceEntry* entry);
+  Failure NoteRanges(const DevicePut& put, const DeviceEntry& entry);
+  Failure GrowTable(uint32_t slot);
+  Failure AllocateMapped(size_t nbytes, void** data, void** on_device);
+  void UnmapSealed();
+
+  pool::AttachablePool* const pool_;
+  const PackBytesFunction pack_;
+  int device_ = 0;
+  // Held while a call decides and enqueues: the order of decisions is that of streams.
+  std::mutex mutex_;
+  StreamOrder order_;
+  MappedMemory memory_;
+  EntryTable table_ = {};
+  std::vector<void*> allocated_;
+  LoadFaults* faults_ = nullptr;
+  LoadFaults* faults_on_device_ = nullptr;
+  LoadFaults faults_told_ = {};
+  NoteQueue notes_;
+  HostPacker host_packer_;
+  // Of each entry by its slot, the number of the pack that the CPU makes of it, or 0.
+  std::vector<uint64_t> packs_;
+  std::atomic<pool::Packer> packer_{pool::Packer::kGpu};
+  PackerChoice choice_{pool::Packer::kGpu};
+  LapTimer timer_;
+  std::optional<int64_t> last_run_id_;
+  // For what no program enqueues.
+  Stream own_stream_ = nullptr;
+  // Whether memory is sealed; and whether the event has been recorded since, after which
+  // it can be unmapped.
+  bool seals_ = false;
+  bool unmaps_ = false;
+  cudaEvent_t unmap_ = nullptr;
+};
+
+Status CudaDevicePool::Start() {
+  Status status = StatusOf(WhatFailed(cudaGetDevice(&device_)));
+  if (status.ok()) status = CheckAttributes();
+  return status.ok() ? StatusOf(Allocate()) : status;
+}
+
+bool CudaDevicePool::Has(cudaDeviceAttr attribute) const {
+  int value = 0;
+  return cudaDeviceGetAttribute(&value, attribute, device_) == cudaSuccess && value != 0;
+}
+
+Status CudaDevicePool::CheckAttributes() const {
+  if (!Has(cudaDevAttrCanMapHostMemory)) return CannotMap("cudaDevAttrCanMapHostMemory");
+  if (!Has(cudaDevAttrHostRegisterSupported)) {
+    return CannotMap("cudaDevAttrHostRegisterSupported");
+  }
+  return {};
+}
+
+Failure CudaDevicePool::Allocate() {
+  if (const Failure failure = order_.Start()) return failure;
+  if (const Failure failure = host_packer_.Start(pack_)) return failure;
+  // Codes that cross a bus to be packed cost more than they save.
+  const bool gpu_packs = pool_->packer() == pool::Packer::kAuto &&
+                         !Has(cudaDevAttrIntegrated);
+  choice_ = PackerChoice(gpu_packs ? pool::Packer::kGpu : pool_->packer());
+  if (const Failure failure =
+          WhatFailed(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking))) {
+    return failure;
+  }
+  if (const Failure failure =
+          WhatFailed(cudaEventCreateWithFlags(&unmap_, cudaEventDisableTiming))) {
+    return failure;
+  }
+  allocated_.reserve(EntryTable::kMaxChunks + 2);
+  void* data = nullptr;
+  void* on_device = nullptr;
+  if (const Failure failure = AllocateMapped(sizeof(LoadFaults), &data, &on_device)) {
+    return failure;
+  }
+  faults_ = static_cast<LoadFaults*>(data);
+  faults_on_device_ = static_cast<LoadFaults*>(on_device);
+  if (const Failure failure = AllocateMapped(sizeof(NoteBoard), &data, &on_device)) {
+    return failure;
+  }
+  notes_.Start(static_cast<NoteBoard*>(data), static_cast<NoteBoard*>(on_device));
+  return nullptr;
+}
+
+// Returns when the device, and the CPU behind it, have done all that they were told.
+void CudaDevicePool::Wait() {
+  order_.Wait();
+  host_packer_.Synchronize();
+}
+
+CudaDevicePool::~CudaDevicePool() {
+  // Nothing can be done about what fails here.
+  if (faults_ != nullptr) Wait();
+  for (void* const data : allocated_) static_cast<void>(cudaFreeHost(data));
+  if (unmap_ != nullptr) static_cast<void>(cudaEventDestroy(unmap_));
+  if (own_stream_ != nullptr) static_cast<void>(cudaStreamDestroy(own_stream_));
+}
+
+Status CudaDevicePool::Put(const DevicePut& put) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Status status = Enter(put.stream);
+  if (!status.ok()) return status;
+  if (const Failure failure = ChoosePacker(put)) return StatusOf(failure);
+  const int64_t list_nbytes = ListNbytesOf(put.shape, put.max_bits);
+  if (list_nbytes > kMaxListPages * pool::kPageNbytes) {
+    return {Code::kInvalidArgument,
+            "an array of " + Text(put.shape.num_rows * put.shape.row_elements) +
+                " elements is more than one residual of a page pool on a GPU can have: "
+                "that is " + Text(kMaxEntryPages) +
+                " pages of 64 KiB. Keep it in `dafjax.stores.Arrays()`."};
+  }
+  const int64_t num_tiles = put.shape.num_rows * put.shape.NumTiles();
+  const pool::PutRequest request = {num_tiles, put.max_bits,
+                                    list_nbytes + ParametersNbytes(put.shape), put.bits};
+  pool::PutView view;
+  pool::Handle handle;
+  status = pool_->Put(put.execution, put.site, request, &view, &handle);
+  if (status.ok()) {
+    status = Write(put, list_nbytes, view, handle);
+  } else {
+    // Others may have lost planes, or be gone, before it was certain.
+    static_cast<void>(TellChanges(put.stream));
+  }
+  const Status left = Leave(put.stream);
+  return status.ok() ? left : status;
+}
+
+// Enqueues what has changed, the entry and its codes.
+Status CudaDevicePool::Write(const DevicePut& put, int64_t list_nbytes,
+                         const pool::PutView& view, const pool::Handle& handle) {
+  Writing writing(pool_, handle);
+  AffineShape shape = put.shape;
+  shape.bits = view.bits;
+  DeviceEntry entry = {};
+  entry.pages.list_nbytes = list_nbytes;
+  Failure failure = TellChanges(put.stream);
+  if (failure == nullptr) failure = TellEntry(put, view, handle, &entry);
+  if (failure == nullptr) failure = Pack(put, shape, view, entry);
+  if (failure == nullptr && pool_->measures()) failure = NoteRanges(put, entry);
+  return failure == nullptr ? writing.Commit() : StatusOf(failure);
+}
+
+// Enqueues what encodes the entry, by the GPU alone or together with the CPU.
+Failure CudaDevicePool::Pack(const DevicePut& put, const AffineShape& shape,
+                             const pool::PutView& view, const DeviceEntry& entry) {
+  uint64_t& number = packs_[entry.handle.words[0]];
+  number = 0;
+  if (packer_ == pool::Packer::kGpu || view.num_planes == 0 ||
+      !HostPacker::Fits(entry.num_tiles)) {
+    return PackEntryOnDevice(put.stream, shape, put.stochastic, put.seed, put.x,
+                             view.num_planes > 0, entry.pages);
+  }
+  uint16_t* slot = nullptr;
+  Failure failure = host_packer_.Begin(put.stream, entry.num_tiles, &slot);
+  if (failure == nullptr) {
+    failure = QuantizeEntryOnDevice(put.stream, shape, put.stochastic, put.seed, put.x,
+                                    entry.pages, slot);
+  }
+  if (failure != nullptr) return failure;
+  std::vector<uint8_t*> pages;
+  for (int i = 0; i < view.num_planes; ++i) {
+    const pool::PlaneTable<uint8_t>& plane = view.planes[i];
+    pages.insert(pages.end(), plane.pages, plane.pages + plane.num_pages);
+  }
+  return host_packer_.End(put.stream, shape.bits, entry.num_tiles, std::move(pages),
+                          &number);
+}
+
+// Who packs changes between executions alone.
+Failure CudaDevicePool::ChoosePacker(const DevicePut& put) {
+  if (last_run_id_ == put.execution.run_id) return nullptr;
+  last_run_id_ = put.execution.run_id;
+  if (choice_.is_open()) {
+    if (const Failure failure = timer_.Lap(put.stream)) return failure;
+    float time = 0;
+    while (timer_.Take(&time)) choice_.Add(time);
+  }
+  packer_ = choice_.Begin();
+  return nullptr;
+}
+
+Status CudaDevicePool::Get(Stream stream, const AffineShape& shape, const uint32_t* handle,
+                       void* y) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Status status = Enter(stream);
+  if (!status.ok()) return status;
+  // Changes that no put has told of: what was collected.
+  Failure failure = TellChanges(stream);
+  // Which entry it will be is not known: all that the CPU is to pack comes first.
+  if (failure == nullptr) failure = host_packer_.WaitForAll(stream);
+  if (failure == nullptr) {
+    failure = UnpackEntryOnDevice(stream, shape, table_, handle, y, faults_on_device_);
+  }
+  return failure == nullptr ? Leave(stream) : StatusOf(failure);
+}
+
+Status CudaDevicePool::Note(Stream stream, const float* sensitivities, int64_t num_rows,
+                            const int64_t* sites, int64_t num_sites) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Status status = Enter(stream);
+  if (!status.ok()) return status;
+  std::vector<pool::SiteId> ids(sites, sites + num_sites);
+  NotePlace place;
+  if (!notes_.AddSensitivities(std::move(ids), &place)) return Leave(stream);
+  if (const Failure failure = NoteSumsOnDevice(stream, sensitivities, num_rows,
+                                               num_sites + 1, place)) {
+    return StatusOf(failure);
+  }
+  return Leave(stream);
+}
+
+Status CudaDevicePool::Settle() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on_device(device_);
+  // All is waited for below.
+  unmaps_ = false;
+  Failure failure = order_.Enter(own_stream_);
+  if (failure == nullptr) failure = TellChanges(own_stream_);
+  if (failure == nullptr) failure = order_.Leave(own_stream_);
+  if (failure != nullptr) return StatusOf(failure);
+  Wait();
+  UnmapSealed();
+  notes_.Deliver(pool_);
+  return TakeFaults();
+}
+
+int64_t CudaDevicePool::num_refused() const {
+  const volatile LoadFaults* const faults = faults_;
+  return int64_t{faults->stale} + faults->mismatched;
+}
+
+Status CudaDevicePool::Enter(Stream stream) {
+  Status status = CheckDevice();
+  if (status.ok()) status = TakeFaults();
+  if (!status.ok()) return status;
+  if (unmaps_ && cudaEventQuery(unmap_) == cudaSuccess) UnmapSealed();
+  notes_.Deliver(pool_);
+  return StatusOf(order_.Enter(stream));
+}
+
+Status CudaDevicePool::Leave(Stream stream) {
+  Failure failure = order_.Leave(stream);
+  if (failure == nullptr && seals_ && !unmaps_) {
+    unmaps_ = true;
+    failure = WhatFailed(cudaEventRecord(unmap_, stream));
+  }
+  return StatusOf(failure);
+}
+
+Status CudaDevicePool::CheckDevice() const {
+  int device = 0;
+  if (const Failure failure = WhatFailed(cudaGetDevice(&device))) {
+    return StatusOf(failure);
+  }
+  if (device == device_) return {};
+  return {Code::kUnsupported,
+          "the page pool serves GPU " + Text(device_) + ", and not GPU " + Text(device) +
+              " too: what is reused on one would have to wait for the other. Make a "
+              "`dafjax.stores.PagePool` for each GPU."};
+}
+
+Status CudaDevicePool::TakeFaults() {
+  const volatile LoadFaults* const faults = faults_;
+  const LoadFaults now = {faults->stale, faults->mismatched};
+  const LoadFaults before = faults_told_;
+  faults_told_ = now;
+  if (now.stale != before.stale) {
+    return {Code::kStaleHandle,
+            "a load that the GPU made before this call found nothing, and gave NaN: the "
+            "residual is gone because its execution is over, or the handle is none of "
+            "this pool in this process. Run the forward and the backward pass in one "
+            "`jax.jit` of the whole step, or let more executions overlap with "
+            "`PagePool(executions_in_flight=...)`."};
+  }
+  if (now.mismatched != before.mismatched) {
+    return {Code::kInvalidArgument,
+            "a load that the GPU made before this call gave NaN: the handle is that of "
+            "an entry of another shape than its result."};
+  }
+  return {};
+}
+
+// Enqueues all changes that the pool has made since the last time.
+Failure CudaDevicePool::TellChanges(Stream stream) {
+  // Before the changes are taken: what is released later is not among them. What is sealed
+  // while an event is awaited would be unmapped with it, too early.
+  if (!unmaps_) seals_ = memory_.Seal();
+  pool::Change changes[TableUpdate::kMaxChanges];
+  while (true) {
+    const int count = pool_->TakeChanges(changes, TableUpdate::kMaxChanges);
+    if (count == 0) return nullptr;
+    TableUpdate update = {};
+    update.table = table_;
+    update.num_changes = count;
+    // What the CPU has yet to write into pages that were taken away.
+    uint64_t last_pack = 0;
+    for (int i = 0; i < count; ++i) {
+      const uint32_t slot = changes[i].slot;
+      update.changes[i] = {slot, changes[i].bits_kept};
+      if (slot < packs_.size()) last_pack = std::max(last_pack, packs_[slot]);
+    }
+    if (const Failure failure = host_packer_.WaitFor(stream, last_pack)) return failure;
+    if (const Failure failure = UpdateTableOnDevice(stream, update)) return failure;
+  }
+}
+
+// Enqueues the list of the pages of a new entry, and then the entry.
+Failure CudaDevicePool::TellEntry(const DevicePut& put, const pool::PutView& view,
+                              const pool::Handle& handle, DeviceEntry* entry) {
+  if (const Failure failure = GrowTable(handle.slot)) return failure;
+  entry->handle = {{handle.slot, handle.generation, handle.pool_id, handle.check}};
+  entry->bits_put = view.bits;
+  entry->bits_kept = view.num_planes == 0 ? 0 : view.bits;
+  entry->num_tiles = put.shape.num_rows * put.shape.NumTiles();
+  EntryPages& pages = entry->pages;
+  pages.num_blocks = put.shape.num_rows * put.shape.NumBlocks();
+  const int64_t list_pages = CeilDiv(pages.list_nbytes, pool::kPageNbytes);
+  for (int64_t i = 0; i < list_pages; ++i) {
+    pages.list[i] = memory_.OnDevice(view.metadata.pages[i]);
+  }
+
+  TableUpdate update = {};
+  update.table = table_;
+  update.slot = handle.slot;
+  Failure failure = nullptr;
+  const auto tell = [&] {
+    update.entry = *entry;
+    failure = UpdateTableOnDevice(put.stream, update);
+    update.first_page += update.num_pages;
+    update.num_pages = 0;
+  };
+  const auto add = [&](uint8_t* const* some, int64_t count) {
+    for (int64_t i = 0; i < count && failure == nullptr; ++i) {
+      if (update.num_pages == TableUpdate::kMaxPages) tell();
+      update.pages[update.num_pages++] = memory_.OnDevice(some[i]);
+    }
+  };
+  add(view.metadata.pages, view.metadata.num_pages);
+  int64_t place = view.metadata.num_pages;
+  for (int i = 0; i < view.num_planes; ++i) {
+    pages.first_pages[i] = static_cast<int32_t>(place);
+    add(view.planes[i].pages, view.planes[i].num_pages);
+    place += view.planes[i].num_pages;
+  }
+  update.handle = put.handle;
+  if (failure == nullptr) tell();
+  return failure;
+}
+
+// Enqueues what measures the ranges of an entry's blocks.
+Failure CudaDevicePool::NoteRanges(const DevicePut& put, const DeviceEntry& entry) {
+  const double levels = static_cast<double>((1 << entry.bits_put) - 1);
+  const double factor = levels * levels / static_cast<double>(entry.pages.num_blocks);
+  NotePlace place;
+  if (!notes_.AddRanges(put.site, factor, entry.num_tiles, &place)) return nullptr;
+  return NoteScalesOnDevice(put.stream, table_, entry.handle.words[0], place);
+}
+
+void CudaDevicePool::UnmapSealed() {
+  memory_.Unmap();
+  unmaps_ = false;
+  seals_ = false;
+}
+
+// Makes sure that the table has the slot.
+Failure CudaDevicePool::GrowTable(uint32_t slot) {
+  if (packs_.size() <= slot) packs_.resize(slot + 1);
+  for (int chunk = 0; slot >= table_.num_slots; ++chunk) {
+    if (chunk == EntryTable::kMaxChunks) return "the page pool has too many entries.";
+    if (table_.chunks[chunk] != nullptr) continue;
+    const size_t nbytes = EntryTable::SlotsOf(chunk) * sizeof(DeviceEntry);
+    void* data = nullptr;
+    void* on_device = nullptr;
+    if (const Failure failure = AllocateMapped(nbytes, &data, &on_device)) {
+      return failure;
+    }
+    table_.chunks[chunk] = static_cast<DeviceEntry*>(on_device);
+    table_.num_slots += EntryTable::SlotsOf(chunk);
+  }
+  return nullptr;
+}
+
+// Memory of the host that the device sees, all zeros, for as long as the pool.
+Failure CudaDevicePool::AllocateMapped(size_t nbytes, void** data, void** on_device) {
+  const unsigned flags = cudaHostAllocMapped | cudaHostAllocPortable;
+  if (const Failure failure = WhatFailed(cudaHostAlloc(data, nbytes, flags))) {
+    return failure;
+  }
+  // There is room for all.
+  allocated_.push_back(*data);
+  std::memset(*data, 0, nbytes);
+  return WhatFailed(cudaHostGetDevicePointer(on_device, *data, 0));
+}
+
+}  // namespace
+
+std::shared_ptr<DevicePool> MakeDevicePool(pool::AttachablePool* pool,
+                                           PackBytesFunction pack, pool::Memory* system,
+                                           Status* status) {
+  auto made = std::make_shared<CudaDevicePool>(pool, pack, system);
+  *status = made->Start();
+  return status->ok() ? made : nullptr;
+}
+
+}  // namespace dafjax
