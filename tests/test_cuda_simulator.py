@@ -29,8 +29,9 @@ CODES = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/bitmask.cu", "cuda/copy.cu",
 POOLS = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/copy.cu", "cuda/notes.cu",
          "cuda/pack_entry.cu", "cuda/unpack_entry.cu", "cuda/update_table.cu",
          "device_pool/device_pool.cu", "device_pool/host_packer.cu",
-         "device_pool/mapped_memory.cu", "device_pool/note_queue.cu", "pool/allocation.cc", "pool/bit_allocator.cc",
-         "pool/bookkeeping.cc", "pool/fork.cc", "pool/handle.cc", "pool/invariants.cc",
+         "device_pool/mapped_memory.cu", "device_pool/note_queue.cu",
+         "pool/allocation.cc", "pool/bit_allocator.cc", "pool/bookkeeping.cc",
+         "pool/fork.cc", "pool/handle.cc", "pool/invariants.cc",
          "pool/memory.cc", "pool/page_allocator.cc", "pool/pool.cc",
          "pool/registry.cc", "pool/small_allocator.cc")  # fmt: skip
 REDUCTIONS = ("cpu/reduce.cc", "cuda/copy.cu", "cuda/reduce.cu")
