@@ -105,7 +105,9 @@ def test_what_the_cpu_packs_is_what_the_gpu_packs(pool, columns):
 
 
 def test_packers_are_named():
-    with pytest.raises(ValueError, match=r"`packer` must be one of 'auto', 'gpu', 'cpu"):
+    with pytest.raises(
+        ValueError, match=r"`packer` must be one of 'auto', 'gpu', 'cpu"
+    ):
         PagePool(packer="tpu")
 
 
