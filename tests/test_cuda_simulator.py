@@ -30,8 +30,8 @@ POOLS = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/copy.cu", "cuda/notes.cu",
          "cuda/pack_entry.cu", "cuda/unpack_entry.cu", "cuda/update_table.cu",
          "device_pool/device_pool.cu", "device_pool/host_packer.cu",
          "device_pool/mapped_memory.cu", "device_pool/note_queue.cu",
-         "pool/allocation.cc", "pool/bit_allocator.cc", "pool/bookkeeping.cc",
-         "pool/fork.cc", "pool/handle.cc", "pool/invariants.cc",
+         "pool/allocation.cc", "pool/bit_allocator.cc",
+         "pool/bookkeeping.cc", "pool/fork.cc", "pool/handle.cc", "pool/invariants.cc",
          "pool/memory.cc", "pool/page_allocator.cc", "pool/pool.cc",
          "pool/registry.cc", "pool/small_allocator.cc")  # fmt: skip
 REDUCTIONS = ("cpu/reduce.cc", "cuda/copy.cu", "cuda/reduce.cu")
@@ -215,11 +215,6 @@ BUGS_OF_POOLS = {
         "  if (failure == nullptr) failure = host_packer_.WaitForAll(stream);\n",
         "",
     ),
-    "the CPU packs into pages that others have": (
-        "device_pool/device_pool.cu",
-        "last_pack = std::max(last_pack, packs_[slot]);",
-        "last_pack = std::max(last_pack, uint64_t{0});",
-    ),
     "the CPU packs before the GPU has quantized": (
         "device_pool/host_packer.cu",
         "failure = WhatFailed(cudaStreamWaitEvent(stream_, slot.written, 0));",
@@ -245,11 +240,6 @@ BUGS_OF_POOLS = {
         "cuda/unpack_entry.cu",
         "(step - 1.0f) * 0.5f",
         "0.0f",
-    ),
-    "pages that could not be committed are unmapped, with others": (
-        "device_pool/mapped_memory.cu",
-        "} else if (state == State::kInUse) {",
-        "} else {",
     ),
 }
 

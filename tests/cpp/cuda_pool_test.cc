@@ -263,6 +263,16 @@ class Scenario {
     Synchronize();
   }
 
+  // The metadata of an entry go to pages that the CPU is still to pack another one into.
+  void EvictWhatIsYetToBePacked() {
+    PutThis({FloatType::kFloat32, 1, 1024, 1, 600000, 0}, 8);
+    PutThis({FloatType::kFloat32, 1, 64, 1, 20000, 20000}, 8);
+    CHECK(stats().evictions > 0);
+    LoadSome(1);
+    LoadSome(0);
+    Synchronize();
+  }
+
   // Slots are used again by entries of the same shape.
   void LoadWhatIsLongGone() {
     for (; run_ <= 4; ++run_) {
@@ -514,6 +524,10 @@ void TestMemoryIsGivenBackWhenItHasBeenRead() {
   }
 }
 
+void TestPagesThatAreTakenAwayAreNotPackedInto() {
+  Scenario({7, 1, 100, 12 * kPage, 1, pool::Packer::kCpu}).EvictWhatIsYetToBePacked();
+}
+
 void TestSlotsThatAreUsedAgain() {
   Scenario({7, 1, 100, pool::Options::kUnlimited, 1}).LoadWhatIsLongGone();
 }
@@ -724,6 +738,7 @@ int main(int argc, char** argv) {
   dafjax::TestThePoolWaitsForTheDeviceAtItsEnd();
   dafjax::TestRandomScenarios(all ? 60 : 3, 12);
   dafjax::TestMemoryIsGivenBackWhenItHasBeenRead();
+  dafjax::TestPagesThatAreTakenAwayAreNotPackedInto();
   dafjax::TestSlotsThatAreUsedAgain();
   dafjax::TestWhoPacksIsChosenByMeasurement();
   dafjax::TestMemoryThatCannotBePinned();
