@@ -24,8 +24,11 @@
 
 #else
 
+#include <tuple>
+
 #include "simulator/cuda.h"
 
+// Arguments are what they are when the kernel is enqueued, as in CUDA.
 #define DAFJAX_DEVICE inline
 #define DAFJAX_KERNEL(max_threads) void
 #define DAFJAX_UNROLL
@@ -36,7 +39,9 @@
 #define DAFJAX_LAUNCH(kernel, blocks, threads, stream, ...)                         \
   ::dafjax::simulator::Launch((stream), {static_cast<unsigned>(blocks), 1, 1},      \
                               {static_cast<unsigned>(threads), 1, 1},               \
-                              [=] { kernel(__VA_ARGS__); })
+                              [values = std::make_tuple(__VA_ARGS__)] {             \
+                                std::apply([](auto... v) { kernel(v...); }, values); \
+                              })
 
 #endif
 
