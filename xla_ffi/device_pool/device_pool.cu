@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,7 +18,9 @@
 #include "device_pool/mapped_memory.h"
 #include "device_pool/note_queue.h"
 #include "device_pool/packer_choice.h"
+#include "device_pool/pinned_blocks.h"
 #include "device_pool/stream_order.h"
+#include "device_pool/told_entries.h"
 #include "format/affine.h"
 #include "format/packed.h"
 #include "pool/attachment.h"
@@ -27,15 +28,13 @@
 #include "pool/pool.h"
 #include "pool/status.h"
 #include "pool/tables.h"
+#include "pool/writing.h"
 
 namespace dafjax {
 namespace {
 
 using pool::Code;
 using pool::Status;
-
-static_assert(pool::kLog2PageNbytes == kLog2EntryPageNbytes);
-static_assert(pool::Change::kGone == EntryChange::kGone);
 
 std::string Text(int64_t number) { return std::to_string(number); }
 
@@ -52,52 +51,6 @@ Status CannotMap(const char* attribute) {
               " is 0), in which a page pool keeps residuals. Use "
               "`dafjax.stores.Arrays()` on it."};
 }
-
-int64_t ParametersNbytes(const AffineShape& shape) {
-  constexpr int64_t kNbytesOfBlock = 2 * sizeof(uint16_t);
-  return kNbytesOfBlock * shape.num_rows * shape.NumBlocks();
-}
-
-// Of the list of an entry's pages, for the most bits that it may be given.
-int64_t ListNbytesOf(const AffineShape& shape, int max_bits) {
-  const int64_t num_tiles = shape.num_rows * shape.NumTiles();
-  const int bits = max_bits >= 8 ? 8 : max_bits >= 4 ? 4 : max_bits >= 2 ? 2 : 1;
-  int64_t of_planes = 0;
-  for (int i = 0; i < PlanesOf(bits).count; ++i) {
-    const int64_t nbytes = num_tiles * pool::TileNbytes(PlanesOf(bits).widths[i]);
-    of_planes += CeilDiv(nbytes, pool::kPageNbytes);
-  }
-  // The list takes pages, which are on the list.
-  int64_t of_metadata = 0;
-  while (true) {
-    const int64_t nbytes = ListNbytes(of_planes + of_metadata) + ParametersNbytes(shape);
-    const int64_t needed = CeilDiv(nbytes, pool::kPageNbytes);
-    if (needed <= of_metadata) return ListNbytes(of_planes + of_metadata);
-    of_metadata = needed;
-  }
-}
-
-// Takes back an entry that is not committed in the end.
-class Writing {
- public:
-  Writing(pool::AttachablePool* pool, const pool::Handle& handle)
-      : pool_(pool), handle_(handle) {}
-  ~Writing() {
-    if (pool_ != nullptr) static_cast<void>(pool_->Abort(handle_));
-  }
-  Writing(const Writing&) = delete;
-  Writing& operator=(const Writing&) = delete;
-
-  Status Commit() {
-    pool::AttachablePool* const pool = pool_;
-    pool_ = nullptr;
-    return pool->Commit(handle_);
-  }
-
- private:
-  pool::AttachablePool* pool_;
-  const pool::Handle handle_;
-};
 
 // Makes a device the current one of this thread.
 class OnDevice {
@@ -152,11 +105,7 @@ class CudaDevicePool final : public DevicePool {
   Failure Pack(const DevicePut& put, const AffineShape& shape,
                const pool::PutView& view, const DeviceEntry& entry);
   Failure TellChanges(Stream stream);
-  Failure TellEntry(const DevicePut& put, const pool::PutView& view,
-                    const pool::Handle& handle, DeviceEntry* entry);
   Failure NoteRanges(const DevicePut& put, const DeviceEntry& entry);
-  Failure GrowTable(uint32_t slot);
-  Failure AllocateMapped(size_t nbytes, void** data, void** on_device);
   void UnmapSealed();
 
   pool::AttachablePool* const pool_;
@@ -166,8 +115,8 @@ class CudaDevicePool final : public DevicePool {
   std::mutex mutex_;
   StreamOrder order_;
   MappedMemory memory_;
-  EntryTable table_ = {};
-  std::vector<void*> allocated_;
+  PinnedBlocks blocks_;
+  ToldEntries entries_{&blocks_, &memory_};
   LoadFaults* faults_ = nullptr;
   LoadFaults* faults_on_device_ = nullptr;
   LoadFaults faults_told_ = {};
@@ -222,18 +171,15 @@ Failure CudaDevicePool::Allocate() {
           WhatFailed(cudaEventCreateWithFlags(&unmap_, cudaEventDisableTiming))) {
     return failure;
   }
-  allocated_.reserve(EntryTable::kMaxChunks + 2);
-  void* data = nullptr;
-  void* on_device = nullptr;
-  if (const Failure failure = AllocateMapped(sizeof(LoadFaults), &data, &on_device)) {
+  if (const Failure failure = blocks_.Allocate(1, &faults_, &faults_on_device_)) {
     return failure;
   }
-  faults_ = static_cast<LoadFaults*>(data);
-  faults_on_device_ = static_cast<LoadFaults*>(on_device);
-  if (const Failure failure = AllocateMapped(sizeof(NoteBoard), &data, &on_device)) {
+  NoteBoard* board = nullptr;
+  NoteBoard* board_on_device = nullptr;
+  if (const Failure failure = blocks_.Allocate(1, &board, &board_on_device)) {
     return failure;
   }
-  notes_.Start(static_cast<NoteBoard*>(data), static_cast<NoteBoard*>(on_device));
+  notes_.Start(board, board_on_device);
   return nullptr;
 }
 
@@ -246,7 +192,6 @@ void CudaDevicePool::Wait() {
 CudaDevicePool::~CudaDevicePool() {
   // Nothing can be done about what fails here.
   if (faults_ != nullptr) Wait();
-  for (void* const data : allocated_) static_cast<void>(cudaFreeHost(data));
   if (unmap_ != nullptr) static_cast<void>(cudaEventDestroy(unmap_));
   if (own_stream_ != nullptr) static_cast<void>(cudaStreamDestroy(own_stream_));
 }
@@ -256,7 +201,7 @@ Status CudaDevicePool::Put(const DevicePut& put) {
   Status status = Enter(put.stream);
   if (!status.ok()) return status;
   if (const Failure failure = ChoosePacker(put)) return StatusOf(failure);
-  const int64_t list_nbytes = ListNbytesOf(put.shape, put.max_bits);
+  const int64_t list_nbytes = ToldEntries::ListNbytesOf(put.shape, put.max_bits);
   if (list_nbytes > kMaxListPages * pool::kPageNbytes) {
     return {Code::kInvalidArgument,
             "an array of " + Text(put.shape.num_rows * put.shape.row_elements) +
@@ -266,7 +211,8 @@ Status CudaDevicePool::Put(const DevicePut& put) {
   }
   const int64_t num_tiles = put.shape.num_rows * put.shape.NumTiles();
   const pool::PutRequest request = {num_tiles, put.max_bits,
-                                    list_nbytes + ParametersNbytes(put.shape), put.bits};
+                                    list_nbytes + put.shape.ParametersNbytes(),
+                                    put.bits};
   pool::PutView view;
   pool::Handle handle;
   status = pool_->Put(put.execution, put.site, request, &view, &handle);
@@ -283,13 +229,15 @@ Status CudaDevicePool::Put(const DevicePut& put) {
 // Enqueues what has changed, the entry and its codes.
 Status CudaDevicePool::Write(const DevicePut& put, int64_t list_nbytes,
                          const pool::PutView& view, const pool::Handle& handle) {
-  Writing writing(pool_, handle);
+  pool::Writing writing(pool_, handle);
   AffineShape shape = put.shape;
   shape.bits = view.bits;
   DeviceEntry entry = {};
-  entry.pages.list_nbytes = list_nbytes;
   Failure failure = TellChanges(put.stream);
-  if (failure == nullptr) failure = TellEntry(put, view, handle, &entry);
+  if (failure == nullptr) {
+    failure = entries_.Tell(put.stream, put.shape, list_nbytes, view, handle, put.handle,
+                            &entry);
+  }
   if (failure == nullptr) failure = Pack(put, shape, view, entry);
   if (failure == nullptr && pool_->measures()) failure = NoteRanges(put, entry);
   return failure == nullptr ? writing.Commit() : StatusOf(failure);
@@ -298,7 +246,9 @@ Status CudaDevicePool::Write(const DevicePut& put, int64_t list_nbytes,
 // Enqueues what encodes the entry, by the GPU alone or together with the CPU.
 Failure CudaDevicePool::Pack(const DevicePut& put, const AffineShape& shape,
                              const pool::PutView& view, const DeviceEntry& entry) {
-  uint64_t& number = packs_[entry.handle.words[0]];
+  const uint32_t slot_of_entry = entry.handle.words[0];
+  if (packs_.size() <= slot_of_entry) packs_.resize(slot_of_entry + 1);
+  uint64_t& number = packs_[slot_of_entry];
   number = 0;
   if (packer_ == pool::Packer::kGpu || view.num_planes == 0 ||
       !HostPacker::Fits(entry.num_tiles)) {
@@ -344,7 +294,7 @@ Status CudaDevicePool::Get(Stream stream, const AffineShape& shape, const uint32
   // Which entry it will be is not known: all that the CPU is to pack comes first.
   if (failure == nullptr) failure = host_packer_.WaitForAll(stream);
   if (failure == nullptr) {
-    failure = UnpackEntryOnDevice(stream, shape, table_, handle, y, faults_on_device_);
+    failure = UnpackEntryOnDevice(stream, shape, entries_.table(), handle, y, faults_on_device_);
   }
   return failure == nullptr ? Leave(stream) : StatusOf(failure);
 }
@@ -444,62 +394,17 @@ Failure CudaDevicePool::TellChanges(Stream stream) {
   while (true) {
     const int count = pool_->TakeChanges(changes, TableUpdate::kMaxChanges);
     if (count == 0) return nullptr;
-    TableUpdate update = {};
-    update.table = table_;
-    update.num_changes = count;
     // What the CPU has yet to write into pages that were taken away.
     uint64_t last_pack = 0;
     for (int i = 0; i < count; ++i) {
       const uint32_t slot = changes[i].slot;
-      update.changes[i] = {slot, changes[i].bits_kept};
       if (slot < packs_.size()) last_pack = std::max(last_pack, packs_[slot]);
     }
     if (const Failure failure = host_packer_.WaitFor(stream, last_pack)) return failure;
-    if (const Failure failure = UpdateTableOnDevice(stream, update)) return failure;
-  }
-}
-
-// Enqueues the list of the pages of a new entry, and then the entry.
-Failure CudaDevicePool::TellEntry(const DevicePut& put, const pool::PutView& view,
-                              const pool::Handle& handle, DeviceEntry* entry) {
-  if (const Failure failure = GrowTable(handle.slot)) return failure;
-  entry->handle = {{handle.slot, handle.generation, handle.pool_id, handle.check}};
-  entry->bits_put = view.bits;
-  entry->bits_kept = view.num_planes == 0 ? 0 : view.bits;
-  entry->num_tiles = put.shape.num_rows * put.shape.NumTiles();
-  EntryPages& pages = entry->pages;
-  pages.num_blocks = put.shape.num_rows * put.shape.NumBlocks();
-  const int64_t list_pages = CeilDiv(pages.list_nbytes, pool::kPageNbytes);
-  for (int64_t i = 0; i < list_pages; ++i) {
-    pages.list[i] = memory_.OnDevice(view.metadata.pages[i]);
-  }
-
-  TableUpdate update = {};
-  update.table = table_;
-  update.slot = handle.slot;
-  Failure failure = nullptr;
-  const auto tell = [&] {
-    update.entry = *entry;
-    failure = UpdateTableOnDevice(put.stream, update);
-    update.first_page += update.num_pages;
-    update.num_pages = 0;
-  };
-  const auto add = [&](uint8_t* const* some, int64_t count) {
-    for (int64_t i = 0; i < count && failure == nullptr; ++i) {
-      if (update.num_pages == TableUpdate::kMaxPages) tell();
-      update.pages[update.num_pages++] = memory_.OnDevice(some[i]);
+    if (const Failure failure = entries_.TellChanges(stream, changes, count)) {
+      return failure;
     }
-  };
-  add(view.metadata.pages, view.metadata.num_pages);
-  int64_t place = view.metadata.num_pages;
-  for (int i = 0; i < view.num_planes; ++i) {
-    pages.first_pages[i] = static_cast<int32_t>(place);
-    add(view.planes[i].pages, view.planes[i].num_pages);
-    place += view.planes[i].num_pages;
   }
-  update.handle = put.handle;
-  if (failure == nullptr) tell();
-  return failure;
 }
 
 // Enqueues what measures the ranges of an entry's blocks.
@@ -508,43 +413,13 @@ Failure CudaDevicePool::NoteRanges(const DevicePut& put, const DeviceEntry& entr
   const double factor = levels * levels / static_cast<double>(entry.pages.num_blocks);
   NotePlace place;
   if (!notes_.AddRanges(put.site, factor, entry.num_tiles, &place)) return nullptr;
-  return NoteScalesOnDevice(put.stream, table_, entry.handle.words[0], place);
+  return NoteScalesOnDevice(put.stream, entries_.table(), entry.handle.words[0], place);
 }
 
 void CudaDevicePool::UnmapSealed() {
   memory_.Unmap();
   unmaps_ = false;
   seals_ = false;
-}
-
-// Makes sure that the table has the slot.
-Failure CudaDevicePool::GrowTable(uint32_t slot) {
-  if (packs_.size() <= slot) packs_.resize(slot + 1);
-  for (int chunk = 0; slot >= table_.num_slots; ++chunk) {
-    if (chunk == EntryTable::kMaxChunks) return "the page pool has too many entries.";
-    if (table_.chunks[chunk] != nullptr) continue;
-    const size_t nbytes = EntryTable::SlotsOf(chunk) * sizeof(DeviceEntry);
-    void* data = nullptr;
-    void* on_device = nullptr;
-    if (const Failure failure = AllocateMapped(nbytes, &data, &on_device)) {
-      return failure;
-    }
-    table_.chunks[chunk] = static_cast<DeviceEntry*>(on_device);
-    table_.num_slots += EntryTable::SlotsOf(chunk);
-  }
-  return nullptr;
-}
-
-// Memory of the host that the device sees, all zeros, for as long as the pool.
-Failure CudaDevicePool::AllocateMapped(size_t nbytes, void** data, void** on_device) {
-  const unsigned flags = cudaHostAllocMapped | cudaHostAllocPortable;
-  if (const Failure failure = WhatFailed(cudaHostAlloc(data, nbytes, flags))) {
-    return failure;
-  }
-  // There is room for all.
-  allocated_.push_back(*data);
-  std::memset(*data, 0, nbytes);
-  return WhatFailed(cudaHostGetDevicePointer(on_device, *data, 0));
 }
 
 }  // namespace

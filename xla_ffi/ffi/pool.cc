@@ -16,6 +16,7 @@
 #include "pool/registry.h"
 #include "pool/status.h"
 #include "pool/tables.h"
+#include "pool/writing.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace dafjax {
@@ -44,11 +45,6 @@ void SetParameters(const AffineShape& shape, const pool::MetadataTable<Byte>& ta
   places->minimum = {table.pages, kShift, shape.num_rows * shape.NumBlocks()};
 }
 
-int64_t ParametersNbytes(const AffineShape& shape) {
-  constexpr int64_t kNbytesOfBlock = 2 * sizeof(uint16_t);
-  return kNbytesOfBlock * shape.num_rows * shape.NumBlocks();
-}
-
 template <typename Byte>
 PlacesOfCodes<Byte> PlacesIn(const AffineShape& shape, int kept_bits,
                              const pool::PlaneTable<Byte>* planes,
@@ -66,28 +62,6 @@ PlacesOfCodes<Byte> PlacesIn(const AffineShape& shape, int kept_bits,
   SetParameters(shape, metadata, &places);
   return places;
 }
-
-// Takes back an entry that is not committed in the end.
-class Writing {
- public:
-  Writing(pool::Pool* pool, const pool::Handle& handle)
-      : pool_(pool), handle_(handle) {}
-  ~Writing() {
-    if (pool_ != nullptr) static_cast<void>(pool_->Abort(handle_));
-  }
-  Writing(const Writing&) = delete;
-  Writing& operator=(const Writing&) = delete;
-
-  pool::Status Commit() {
-    pool::Pool* pool = pool_;
-    pool_ = nullptr;
-    return pool->Commit(handle_);
-  }
-
- private:
-  pool::Pool* pool_;
-  const pool::Handle handle_;
-};
 
 class Reading {
  public:
@@ -124,11 +98,11 @@ pool::Status PutEntry(pool::Pool* pool, const pool::Execution& execution,
                       const Rounding& rounding, const void* x, const Helpers& helpers,
                       pool::Handle* handle) {
   const pool::PutRequest request = {shape.num_rows * shape.NumTiles(), max_bits,
-                                    ParametersNbytes(shape), bits};
+                                    shape.ParametersNbytes(), bits};
   pool::PutView view;
   pool::Status status = pool->Put(execution, site, request, &view, handle);
   if (!status.ok()) return status;
-  Writing writing(pool, *handle);
+  pool::Writing writing(pool, *handle);
   shape.bits = view.bits;
   PackAffine(BestKernels(), shape, rounding, x,
              PlacesIn(shape, view.num_planes == 0 ? 0 : view.bits, view.planes,
@@ -151,12 +125,12 @@ pool::Status GetEntry(pool::Pool* pool, const pool::Execution& execution,
   if (!status.ok()) return status;
   const Reading reading(pool, handle, reads);
   const int64_t num_tiles = shape.num_rows * shape.NumTiles();
-  if (view.num_tiles != num_tiles || view.metadata.nbytes != ParametersNbytes(shape)) {
+  if (view.num_tiles != num_tiles || view.metadata.nbytes != shape.ParametersNbytes()) {
     return {pool::Code::kInvalidArgument,
             "the handle is that of an entry of " + std::to_string(view.num_tiles) +
                 " tiles and " + std::to_string(view.metadata.nbytes) +
                 " bytes of metadata, but the result has " + std::to_string(num_tiles) +
-                " and " + std::to_string(ParametersNbytes(shape)) + "."};
+                " and " + std::to_string(shape.ParametersNbytes()) + "."};
   }
   shape.bits = view.bits_put;
   UnpackAffine(BestKernels(), shape,

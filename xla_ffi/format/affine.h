@@ -71,6 +71,12 @@ struct AffineShape {
                          : ColumnLayout(row_elements, columns).NumBlocks(block_size);
   }
   constexpr int64_t NumWords() const { return WordsOfTiles(NumTiles(), bits); }
+
+  // Of the scales and minima of all rows.
+  constexpr int64_t ParametersNbytes() const {
+    constexpr int64_t kNbytesOfBlock = 2 * sizeof(uint16_t);
+    return kNbytesOfBlock * num_rows * NumBlocks();
+  }
 };
 
 }  // namespace dafjax
