@@ -1,13 +1,13 @@
 """What is known of JAX's primitives: which are cheap to run again, which jump."""
 
 # Continuous in every operand: a small error of an operand is a small error of the
-# result.
+# result. `bounded_exp` is in `_bounded_exp.py`.
 _ELEMENTWISE = frozenset(
     [
-        *("abs", "add", "add_any", "asinh", "atan", "atan2", "cbrt", "clamp", "conj"),
-        *("convert_element_type", "copy", "copy_p", "cos", "div", "erf", "erfc"),
-        *("imag", "integer_pow", "logistic", "max", "min", "mul", "neg"),
-        *("one_minus_square", "real", "reduce_precision", "select_n", "sin"),
+        *("abs", "add", "add_any", "asinh", "atan", "atan2", "bounded_exp", "cbrt"),
+        *("clamp", "conj", "convert_element_type", "copy", "copy_p", "cos", "div"),
+        *("erf", "erfc", "imag", "integer_pow", "logistic", "max", "min", "mul"),
+        *("neg", "one_minus_square", "real", "reduce_precision", "select_n", "sin"),
         *("sqrt", "square", "stop_gradient", "sub", "tanh"),
     ]
 )

@@ -10,6 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from dafjax._bounded_exp import name_bounded
 from dafjax._equation import Atom, Equation, renumber, values_of
 from dafjax._graph import flatten, live_equations
 from dafjax._tracing import ClosedJaxpr, as_function
@@ -158,7 +159,7 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
     return Program(
         avals=tuple(avals),
         num_arguments=first.num_inputs,
-        forward=tuple(forward),
+        forward=name_bounded(forward, avals),
         results=first.outputs[:num_results],
         cotangents=tuple(cotangents),
         backward=tuple(backward),

@@ -3,15 +3,37 @@
 import functools
 import math
 
+import jax
+import jax.numpy as jnp
+
+
+def sample_elements(x: jax.Array, most: int) -> jax.Array:
+    """Returns at most so many elements of an array, or one of each of its rows.
+
+    They are as far apart as possible in a row that all dimensions but the first make
+    together, and see every place of each of these equally often: also the token that a
+    classification reads alone, where no other has a cotangent.
+
+    Args:
+        x: An array. Its first dimension, that of examples, is as it is where devices
+            share it.
+        most: The most samples, at least 1.
+    """
+    shape = (1, *x.shape) if x.ndim < 2 else x.shape
+    x = jnp.reshape(x, (shape[0], -1))
+    of_examples, of_elements = sampling_strides(x.shape, most)
+    while any(math.gcd(of_elements, size) > 1 for size in shape[1:]):
+        of_elements += 1
+    return x[of_examples // 2 :: of_examples, of_elements // 2 :: of_elements]
+
 
 @functools.lru_cache(maxsize=1024)
 def sampling_strides(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Returns how far apart at most so many samples are, dimension by dimension.
 
     Odd numbers, in step with no power of two: behind strided convolutions cotangents
-    are on a lattice, of which 8 samples in a row see every place. Along each dimension,
-    not along the flattened array, where XLA would divide for the place of every
-    element; and along all of them alike: examples, places and channels all differ.
+    are on a lattice, of which 8 samples in a row see every place. Along all dimensions
+    alike: where they differ is not known.
 
     Args:
         shape: Of the array.

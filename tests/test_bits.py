@@ -43,6 +43,11 @@ LINEAR = {
 }
 NONLINEAR = {
     "gelu": jax.nn.gelu,
+    # Its derivative is an exponential, but of a negated square.
+    "exact gelu": lambda y: jax.nn.gelu(y, approximate=False),
+    "erf": jax.lax.erf,
+    "bell": lambda y: jnp.exp(-(y**2)),
+    "bell of a product": lambda y: jnp.exp(-(y * y)),
     "silu": jax.nn.silu,
     "tanh": jnp.tanh,
     "square": lambda y: y**2,
@@ -95,6 +100,20 @@ def test_a_rectifier_before_changes_nothing(name, weights, x):
         return before_a_product(lambda y: NONLINEAR[name](jax.nn.relu(y)), w, x)
 
     assert bits_of(f, weights, x) == [4]
+
+
+@pytest.mark.parametrize(
+    "exponent", [lambda y: y, lambda y: -y, lambda y: y**2, lambda y: -(y**3)]
+)
+def test_an_exponential_without_a_bound_is_kept_in_codes(exponent, weights, x):
+    """Beside what its exponent is made of, which the gradient reads, too."""
+
+    def f(w, x):
+        y = x @ w
+        return jnp.sum((y * jnp.exp(exponent(y))) @ w)
+
+    plan = dafjax.saved_residuals(dafjax.remat_compress(f), weights, x)
+    assert any("exp" in str(kept.primitive) for kept in plan.kept)
 
 
 def test_a_cotangent_that_meets_a_code_twice_is_not_linear_in_it(weights, x):

@@ -86,6 +86,17 @@ def test_samples_are_of_examples_places_and_channels(dimension):
     )
 
 
+@pytest.mark.parametrize("token", [0, 1, 37, -1])
+@pytest.mark.parametrize("shape", [(32, 64, 128), (32, 64, 4, 32), (32, 64, 4, 64)])
+def test_samples_see_the_one_token_that_has_a_cotangent(token, shape):
+    """As in classification; the third shape is that of queries, heads and keys."""
+    x = np.zeros(shape, np.float32)
+    x[:, token] = 8.0
+    assert float(sample_moments(jnp.asarray(x)).mean_square) == pytest.approx(
+        1, rel=0.1
+    )
+
+
 def test_samples_see_the_lattice_behind_strided_convolutions():
     x = np.zeros((32, 32, 32, 8), np.float32)
     x[:, ::8, ::8] = 8.0

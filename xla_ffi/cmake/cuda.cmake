@@ -81,10 +81,15 @@ target_include_directories(dafjax_cuda SYSTEM PRIVATE
 string(REPLACE ";" " " architectures_text "${architectures}")
 set_source_files_properties(ffi/cuda_facts.cc PROPERTIES
   COMPILE_DEFINITIONS "DAFJAX_CUDA_ARCHITECTURES=\"${architectures_text}\"")
+# Kernels keep all they have in registers. Other compilers than ours may not manage.
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
+  set(no_local_memory
+    -Xptxas=--warn-on-local-memory-usage,--warn-on-spills,--warning-as-error)
+endif()
 # Subnormals count as zero and every operation rounds once, as on the CPU.
 target_compile_options(dafjax_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CXX>:${warnings}>
   $<$<COMPILE_LANGUAGE:CUDA>:-ftz=true -fmad=false --expt-relaxed-constexpr
-  -Xfatbin=-compress-all>)
+  -Xfatbin=-compress-all ${no_local_memory}>)
 target_link_options(dafjax_cuda PRIVATE -Wl,--exclude-libs,ALL)
 install(TARGETS dafjax_cuda LIBRARY DESTINATION dafjax/_native)
