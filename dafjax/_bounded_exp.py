@@ -8,6 +8,7 @@ is at most 1, whatever the error of what was squared, and changes by less than t
 from collections.abc import Sequence
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from dafjax._equation import Equation, call_equation
