@@ -35,8 +35,9 @@ test-foreign: $(VENV)/installed
 	PATH="$(abspath $(VENV)/bin):$$PATH" bash tests/cpp/foreign.sh
 
 # CUDA kernels through the simulator, in full and under sanitizers; planted bugs; and the
-# machine code of a wheel.
+# machine code of a wheel; and that the benchmark of CUB compiles.
 test-cuda: $(VENV)/installed
+	nvcc -std=c++17 -arch=sm_80 -cubin -o /dev/null benchmarks/on_gpu/cub.cu
 	PATH="$(abspath $(VENV)/bin):$$PATH" sh tests/cpp/sass.sh
 	$(RUN) -m pytest -m "slow or not slow" tests/test_cuda_simulator.py \
 	  tests/test_cuda_handlers.py tests/test_cuda_status.py
