@@ -23,18 +23,25 @@ def name_bounded(
         equations: The equations.
         avals: Shape and dtype of every value.
     """
-    producers = {value: eqn for eqn in equations for value in eqn.outputs}
+    producers: dict[int | None, Equation] = {
+        value: eqn for eqn in equations for value in eqn.outputs
+    }
+
+    def operand_of(eqn: Equation | None, primitive: str) -> Equation | None:
+        """Returns what makes the operand of an equation of that primitive."""
+        if eqn is None or eqn.primitive != primitive:
+            return None
+        (value,) = eqn.input_values or (None,)
+        return producers.get(value)
 
     def is_bounded(eqn: Equation) -> bool:
-        operand = eqn
-        for primitive in ("exp", "neg"):
-            if operand.primitive != primitive or not operand.input_values:
-                return False
-            (value,) = operand.input_values
-            if value not in producers:
-                return False
-            operand = producers[value]
-        return _is_square(operand)
+        made = operand_of(operand_of(eqn, "exp"), "neg")
+        # The square of a complex number can be anything.
+        return (
+            made is not None
+            and _is_square(made)
+            and jnp.issubdtype(avals[made.outputs[0]].dtype, jnp.floating)
+        )
 
     return tuple(_bounded(eqn, avals) if is_bounded(eqn) else eqn for eqn in equations)
 
@@ -47,9 +54,10 @@ def bounded_exp(x: jax.Array) -> jax.Array:
 def _is_square(eqn: Equation) -> bool:
     if eqn.primitive == "integer_pow":
         return eqn.params["y"] == 2
-    first, *others = eqn.operand_atoms
-    of_itself = isinstance(first, int) and others == [first]
-    return eqn.primitive == "square" or (eqn.primitive == "mul" and of_itself)
+    if eqn.primitive == "mul":
+        first, second = eqn.operand_atoms
+        return isinstance(first, int) and first == second
+    return eqn.primitive == "square"
 
 
 def _bounded(eqn: Equation, avals: Sequence[jax.core.ShapedArray]) -> Equation:

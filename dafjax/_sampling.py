@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def sample_elements(x: jax.Array, most: int) -> jax.Array:
-    """Returns at most so many elements of an array, or one of each of its rows.
+    """Returns at most so many elements of an array.
 
     They are as far apart as possible in a row that all dimensions but the first make
     together, and see every place of each of these equally often: also the token that a
@@ -20,7 +20,7 @@ def sample_elements(x: jax.Array, most: int) -> jax.Array:
         most: The most samples, at least 1.
     """
     shape = (1, *x.shape) if x.ndim < 2 else x.shape
-    x = jnp.reshape(x, (shape[0], -1))
+    x = jnp.reshape(x, (shape[0], math.prod(shape[1:])))
     of_examples, of_elements = sampling_strides(x.shape, most)
     while any(math.gcd(of_elements, size) > 1 for size in shape[1:]):
         of_elements += 1

@@ -116,6 +116,24 @@ def test_an_exponential_without_a_bound_is_kept_in_codes(exponent, weights, x):
     assert any("exp" in str(kept.primitive) for kept in plan.kept)
 
 
+def test_an_exponential_of_what_is_made_of_nothing_is_left_alone(weights, x):
+    def f(w, x):
+        decay = jnp.exp(-jax.lax.iota(jnp.float32, WIDTH))
+        return jnp.sum(jax.nn.relu(x @ w) * decay @ w)
+
+    assert bits_of(f, weights, x) == [2]
+
+
+def test_the_square_of_a_complex_number_has_no_bound(weights, x):
+    def f(w, x):
+        y = jax.lax.complex(x @ w, x)
+        return jnp.sum(jnp.abs(jnp.exp(-(y * y)) * y))
+
+    plan = dafjax.saved_residuals(dafjax.remat_compress(f), weights, x)
+    assert all(kept.primitive != "bounded_exp" for kept in plan.kept)
+    assert any("exp" in str(kept.primitive) for kept in plan.kept)
+
+
 def test_a_cotangent_that_meets_a_code_twice_is_not_linear_in_it(weights, x):
     def f(w, u):
         y = x @ w

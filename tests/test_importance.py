@@ -10,6 +10,7 @@ import pytest
 from benchmarks import importance
 from benchmarks.importance import Gradient
 from dafjax._importance import sample_moments
+from dafjax._sampling import sample_elements
 from tests.helpers import slow
 
 
@@ -105,3 +106,8 @@ def test_samples_see_the_lattice_behind_strided_convolutions():
 
 def test_of_small_arrays_all_elements_count():
     assert float(sample_moments(jnp.arange(3.0)).mean_square) == pytest.approx(5 / 3)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 3)])
+def test_of_arrays_without_elements_there_are_no_samples(shape):
+    assert sample_elements(jnp.zeros(shape), 8).size == 0
