@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.small_networks import bytes_of_text
 from models import step
 from models.data.digits import load_digits
 from models.gpt2 import GPT2, GPT2Config
@@ -23,7 +23,6 @@ from models.wrapping import no_wrapping
 Values = dict[str, list[np.ndarray]]
 Note = Callable[[nn.Module, jax.Array, jax.Array], Iterator[tuple[str, jax.Array]]]
 
-_LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "dafjax"
 _GPT2 = GPT2Config(num_layers=4, width=256, num_heads=4, vocabulary=256, context=256)
 
 
@@ -57,7 +56,7 @@ def resnet_values(*, width: int, batch: int, steps: int) -> Values:
 
 
 def gpt2_values(*, batch: int, steps: int) -> Values:
-    """Trains a GPT-2 on the library's own text and returns what its layers see.
+    """Trains a GPT-2 on sources of Flax and returns what its layers see.
 
     Args:
         batch: Sequences of 256 bytes in a step.
@@ -66,7 +65,7 @@ def gpt2_values(*, batch: int, steps: int) -> Values:
     model = GPT2(_GPT2)
     # Ten times as fast, all positions would be the same for the first hundred steps.
     optimizer = optax.adam(3e-4)
-    text = b"".join(path.read_bytes() for path in sorted(_LIBRARY.rglob("*.py")))
+    text = bytes_of_text()
     rng = np.random.default_rng(0)
 
     def take_batch() -> np.ndarray:

@@ -6,7 +6,6 @@ batch norms, and empty for a GPT-2.
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, final
 
@@ -17,6 +16,7 @@ import optax
 
 from models import step
 from models.data.digits import load_digits
+from models.data.text.corpus import documents
 from models.gpt2 import GPT2, GPT2Config
 from models.tasks.images import classify_images
 from models.wrapping import no_wrapping
@@ -25,8 +25,6 @@ from models.wrapping import no_wrapping
 NetworkName = Literal["resnet18", "gpt2"]
 ArrayTree = Any
 Batch = tuple[np.ndarray, ...]
-
-_TEXT = pathlib.Path(__file__).resolve().parent.parent / "dafjax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +170,7 @@ def _make_gpt2(sizes: Sizes) -> Network:
             context=length,
         )
     )
-    text = b"".join(path.read_bytes() for path in sorted(_TEXT.rglob("*.py")))
+    text = bytes_of_text()
 
     def loss(params: ArrayTree, state: ArrayTree, tokens: jax.Array) -> Any:
         logits = model.apply(params, tokens)
@@ -192,6 +190,12 @@ def _make_gpt2(sizes: Sizes) -> Network:
 
     # Ten times as fast, all positions would be the same for the first hundred steps.
     return Network(loss, init, batch, optax.adam(3e-4))
+
+
+def bytes_of_text() -> bytes:
+    """Returns half a million bytes of Flax's sources, the same for a version of it."""
+    found = documents("flax", "sources", most_characters=500_000)
+    return "".join(document.text for document in found).encode()
 
 
 _MAKERS: dict[NetworkName, Callable[[Sizes], Network]] = {
