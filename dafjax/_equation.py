@@ -143,11 +143,10 @@ class Equation:
             return size * self.contracted_size
         if self.primitive != "conv_general_dilated":
             return size
-        kernel: Any = eqn.invars[1].aval
-        features = kernel.shape[self.params["dimension_numbers"].rhs_spec[0]]
-        # Zeros between the elements of a dilated operand are not multiplied.
-        dilated = math.prod(self.params["lhs_dilation"])
-        return size * kernel.size // features // dilated
+        # What is padded, and zeros between the elements of a dilated operand, are not
+        # multiplied.
+        operands = (var.aval for var in eqn.invars)
+        return _num_products_of_convolution(self.params, *operands, *results)
 
     @property
     def selects(self) -> bool:
@@ -302,3 +301,23 @@ def with_constants(body: Any) -> ClosedJaxpr:
     if isinstance(body, ClosedJaxpr):
         return body
     return ClosedJaxpr(body, getattr(body, "consts", ()))
+
+
+def _num_products_of_convolution(
+    params: Mapping[str, Any], images: Any, kernel: Any, result: Any
+) -> int:
+    dimensions = params["dimension_numbers"]
+    batch, features, *places = (result.shape[d] for d in dimensions.out_spec)
+    _, features_in, *taps = (kernel.shape[d] for d in dimensions.rhs_spec)
+    _, _, *lengths = (images.shape[d] for d in dimensions.lhs_spec)
+    pairs = 1
+    for axis, (length, num_taps, num_places) in enumerate(
+        zip(lengths, taps, places, strict=True)
+    ):
+        first = np.arange(num_places) * params["window_strides"][axis]
+        tap = np.arange(num_taps) * params["rhs_dilation"][axis]
+        at = first[:, np.newaxis] + tap - params["padding"][axis][0]
+        spread = params["lhs_dilation"][axis]
+        inside = (at >= 0) & (at <= (length - 1) * spread) & (at % spread == 0)
+        pairs *= int(np.count_nonzero(inside))
+    return batch * features * features_in * pairs

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import importance
 from benchmarks.importance import Gradient
+from dafjax._equation import Equation
 from dafjax._importance import sample_moments
 from dafjax._sampling import sample_elements
 from tests.helpers import slow
@@ -66,6 +67,53 @@ def test_the_gradient_of_a_scale_counts():
     estimated = gradient.estimated_variances()[site.value]
     measured = gradient.measured_variance(site, seeds=4)
     assert 0.6 * measured < estimated < 1.2 * measured
+
+
+def test_a_product_in_between_adds_up_signal_that_agrees_but_not_noise():
+    """All that the second product sums is positive, as where keys have a mean."""
+
+    def loss(w, x, between, target):
+        return jnp.sum(jnp.square(x @ w @ between + 3) * target)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    w = jax.random.normal(keys[0], (128, 256)) / 60
+    between = jax.random.uniform(keys[1], (256, 256)) / 8
+    x = jax.random.normal(keys[2], (512, 128))
+    target = jax.random.uniform(keys[3], (512, 256))
+    gradient = Gradient.of(loss, w, x, between, target)
+    (site,) = gradient.sites
+    estimated = gradient.estimated_variances()[site.value]
+    measured = gradient.measured_variance(site, seeds=4)
+    assert 0.3 * measured < estimated < 3 * measured
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_strides": (1, 1), "padding": "SAME"},
+        {"window_strides": (2, 3), "padding": ((1, 0), (5, 7))},
+        {"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 1)},
+        {
+            "window_strides": (1, 2),
+            "padding": ((2, 1), (-1, 3)),
+            "lhs_dilation": (3, 2),
+        },
+        {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 2},
+        {"window_strides": (1, 1), "padding": "SAME", "batch_group_count": 2},
+    ],
+)
+def test_a_convolution_multiplies_no_padding(options):
+    groups = options.get("feature_group_count", 1)
+
+    def convolve(images, kernel):
+        return jax.lax.conv_general_dilated(
+            images, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
+        )
+
+    images, kernel = jnp.ones((4, 9, 7, 6)), jnp.ones((3, 5, 6 // groups, 8))
+    program = jax.make_jaxpr(convolve)(images, kernel).jaxpr
+    eqn = Equation(program, inputs=(0, 1), outputs=(2,))
+    assert eqn.num_products == int(jnp.sum(convolve(images, kernel)))
 
 
 @pytest.mark.parametrize("shape", [(256, 1024), (1 << 18,), (64, 1, 4096)])
