@@ -377,6 +377,31 @@ def test_few_rows_are_stored_in_row_blocks(
         assert_same_bits(part, wanted)
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        ((2, 512, 64), (2, 512 * 64)),
+        ((8, 128, 64), (8, 128 * 64)),
+        # Two examples of 64 tokens, three of 50: few, as devices divide rows.
+        ((8, 64, 64), (4, 128 * 64)),
+        ((6, 50, 64), (2, 150 * 64)),
+        ((8, 16, 64), None),
+        ((7, 64, 64), None),
+        # All examples would be one array.
+        ((2, 64, 64), None),
+        # Two rows of 16 channels count as one.
+        ((8, 16, 16, 16), (8, 16 * 16 * 16)),
+        ((1024, 64), None),
+        ((4096,), None),
+    ],
+)
+def test_columns_are_the_default_where_half_of_a_block_is_full(shape, rows) -> None:
+    codec = Affine(blocks="columns")
+    assert codec.has_full_columns(shape) == (rows is not None)
+    if rows is not None:
+        assert codec.rows_and_columns(shape) == (rows, shape[-1])
+
+
 def test_transformations_of_the_codec_agree_with_a_loop(key: jax.Array) -> None:
     # Every matrix alone has rows enough for columns.
     codec = Affine(bits=2, block_size=64, blocks="columns")
