@@ -26,8 +26,10 @@ from models.data.text.splits import SentenceSplit, WindowSplit, windows
 from models.tokenizer import FamilyName
 
 
-_TEST_SHARE = 0.15
+_TEST_SHARE = 0.25
+# Of a package; few of them are in sentences of prose.
 _MOST_CHARACTERS = 400_000
+_MOST_CHARACTERS_OF_SENTENCES = 1_000_000
 _SPECIAL = {
     "roberta": ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
     "gpt2": ("<|endoftext|>",),
@@ -105,7 +107,7 @@ def load_sentences(
     Raises:
         FileNotFoundError: A package is not installed.
     """
-    train, test = _split(packages)
+    train, test = _split(packages, most_characters=_MOST_CHARACTERS_OF_SENTENCES)
     of_train = _balanced(train, packages, round(most_of_each * (1 - _TEST_SHARE)))
     seen = {text for text, _ in of_train}
     of_test = _balanced(test, packages, round(most_of_each * _TEST_SHARE), seen)
@@ -143,10 +145,12 @@ def load_running_text(
     Raises:
         FileNotFoundError: A package is not installed.
     """
-    train, test = _split(packages, of)
+    train, test = _split(packages, of, most_characters=_MOST_CHARACTERS)
     if tokenizer is None:
         # It is to serve what is learned later, too.
-        both = train + _split(packages, "docstrings")[0] if of == "sources" else train
+        both = train
+        if of == "sources":
+            both = train + _split(packages, most_characters=_MOST_CHARACTERS)[0]
         tokenizer = train_tokenizer((d.text for d in both), vocabulary, family)
     end = tokenizer.token_to_id(_ENDS[family])
 
@@ -226,12 +230,15 @@ def _name(task: str, packages: Sequence[str]) -> str:
 
 
 def _split(
-    packages: Sequence[str], of: TextName = "docstrings"
+    packages: Sequence[str],
+    of: TextName = "docstrings",
+    *,
+    most_characters: int,
 ) -> tuple[list[Document], list[Document]]:
     train: list[Document] = []
     test: list[Document] = []
     for package in packages:
-        for document in documents(package, of, most_characters=_MOST_CHARACTERS):
+        for document in documents(package, of, most_characters=most_characters):
             is_test = share(f"{package}/{document.path}") < _TEST_SHARE
             (test if is_test else train).append(document)
     return train, test
