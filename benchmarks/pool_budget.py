@@ -2,8 +2,9 @@
 
 Budgets are those that 1 to 8 bits on average take: codes, scales and minima. The pool
 meets them in two ways: *target*, bits are allocated for a target (`dafjax.Budget`), and
-*eviction*, all residuals ask for 8 bits and lose planes as they are put, those that
-matter least first. What matters is measured by either. Each way is one compiled program
+*eviction*, all residuals ask for 8 bits: in the execution that is first to find too
+little room, those that matter least lose planes as they are put, and the next ones get
+fewer bits. What matters is measured by either. Each way is one compiled program
 for all budgets.
 
 - Gradients: at weights along an exact training, with the budgets in random order, a

@@ -81,6 +81,16 @@ BUGS = {
         "return a.loss_per_byte < b.loss_per_byte;",
         "return a.loss_per_byte > b.loss_per_byte;",
     ),
+    "what is asked for is thought to fit": (
+        "bit_allocator.cc",
+        "if (Target::Fits(division.demands, asked, division.taken, room)) {",
+        "if (room > 0) {",
+    ),
+    "what an exponential is taken of gives way first": (
+        "bit_allocator.cc",
+        "if (Target::Fits(division.demands, All(division, 1), division.taken, room)) {",
+        "if (Target::Fits(division.demands, All(division, 1), division.taken, 0)) {",
+    ),
     "an execution is over too late": (
         "epochs.h",
         "if (runs.size() == in_flight_) {",

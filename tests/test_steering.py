@@ -94,4 +94,4 @@ def test_gradients_are_unbiased_however_long_chains_are(max_sources):
 
 def test_noise_that_meets_itself_is_a_bias():
     rule = CompressExpensive(min_nbytes=256)
-    assert mean_error(IgnoresSteering(rule)) > 0.3
+    assert mean_error(IgnoresSteering(rule)) > 0.2

@@ -24,9 +24,10 @@ class PagePool(AbstractStore):
     Bits are run-time data: neither a new budget nor other bits compile anything anew.
     When the budget leaves no room, the least important residual loses its last plane
     (8, 4, 2, 1 bit, at the end its block means), and the step goes on. Residuals whose
-    codec has 8 bits lose theirs after all others. Importances are measured by programs
-    that are traced while the pool has a budget or a target; to others, residuals of the
-    same size matter alike.
+    codec has 8 bits lose theirs after all others. From the next step on, as far as
+    importances are known, bits are given out so that all fit, at most those that are
+    asked for. Importances are measured by programs that are traced while the pool has a
+    budget or a target; to others, residuals of the same size matter alike.
 
     Residuals live until the execution that put them is over; their pages are then
     reused. A gradient that is computed in another execution than its forward pass may

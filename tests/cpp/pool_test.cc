@@ -438,6 +438,72 @@ void TestWhatNeedsAllBitsLosesThemLast() {
   CHECK_VALID(pool);
 }
 
+void TestWhatDidNotFitHasFewerBitsFromTheNextExecutionOn() {
+  Pool pool(WithBudget(5 * kPageNbytes));
+  // 64 KiB each at 8 bits, and what exponentials are taken of.
+  std::vector<Put> puts = {{{1, 0}, 0, {16, 8, 512, 8}, 0}};
+  for (uint64_t i = 1; i < 9; ++i) puts.push_back({{1, 0}, i, {128, 8, 512, 4}, i});
+  for (uint64_t i = 0; i < 9; ++i) pool.SetImportance(i, i % 2 == 0 ? 1e-3 : 1.0);
+  std::vector<Handle> handles(puts.size());
+  const auto run = [&](int64_t number) {
+    std::vector<int> bits;
+    for (size_t i = 0; i < puts.size(); ++i) {
+      puts[i].execution.run_id = number;
+      CHECK(Store(&pool, puts[i], &handles[i]).ok());
+    }
+    for (size_t i = 0; i < puts.size(); ++i) {
+      bits.push_back(Load(&pool, puts[i], handles[i]));
+    }
+    CHECK_VALID(pool);
+    return bits;
+  };
+  // All fit with the 4 bits that they ask for; with half of the budget not.
+  CHECK(run(1) == std::vector<int>({8, 4, 4, 4, 4, 4, 4, 4, 4}));
+  CHECK(run(2) == std::vector<int>({8, 4, 4, 4, 4, 4, 4, 4, 4}));
+  CHECK(pool.Snapshot().evictions == 0);
+  CHECK(pool.SetBudget(3 * kPageNbytes).ok());
+  const std::vector<int> fitting = run(3);
+  CHECK(fitting[0] == 8);
+  for (size_t i = 1; i < 9; ++i) CHECK(fitting[i] <= 4 && fitting[i] >= 1);
+  for (size_t i = 1; i < 9; i += 2) CHECK(fitting[i] >= fitting[i + 1]);
+  CHECK(run(4) == fitting);
+  CHECK(pool.Snapshot().evictions == 0 && pool.Snapshot().degraded_nbytes == 0);
+  // What a user has set stays.
+  CHECK(pool.SetBudget(3 * kPageNbytes).ok());
+  CHECK(pool.SetBits(2, 8).ok());
+  CHECK(run(6)[2] == 8);
+  CHECK(pool.SetBits(2, 0).ok());
+  CHECK(pool.SetBudget(5 * kPageNbytes).ok());
+  CHECK(run(7) == std::vector<int>({8, 4, 4, 4, 4, 4, 4, 4, 4}));
+  CHECK(pool.Snapshot().evictions == 0);
+}
+
+void TestWhatAsksForAllBitsSharesABudgetThatIsTooSmall() {
+  Pool pool(WithBudget(5 * kPageNbytes));
+  std::vector<Handle> handles(8);
+  Stats before;
+  for (const int64_t run : {1, 2, 3}) {
+    int bits[8];
+    for (uint64_t i = 0; i < 8; ++i) {
+      if (run == 1) pool.SetImportance(i, i < 4 ? 1e-3 : 1.0);
+      CHECK(Store(&pool, {{run, 0}, i, {128, 8, 512, 8}, i}, &handles[i]).ok());
+    }
+    for (uint64_t i = 0; i < 8; ++i) {
+      bits[i] = Load(&pool, {{run, 0}, i, {128, 8, 512, 8}, i}, handles[i]);
+    }
+    CHECK_VALID(pool);
+    const Stats stats = pool.Snapshot();
+    // The first execution finds out; from then on nothing is lost after it was put.
+    if (run == 1) CHECK(stats.evictions > 0);
+    if (run > 1) {
+      CHECK(stats.evictions == before.evictions);
+      for (int i = 0; i < 4; ++i) CHECK(bits[i] <= bits[i + 4] && bits[i] >= 1);
+      for (int i = 4; i < 8; ++i) CHECK(bits[i] >= 4);
+    }
+    before = stats;
+  }
+}
+
 void TestAnUnimportantPutReducesItself() {
   Pool pool(WithBudget(2 * kPageNbytes));
   pool.SetImportance(0, 1e9);
@@ -864,6 +930,8 @@ void TestAll() {
   TestHandlesAreChecked();
   TestTheLeastImportantLosesItsLastPlane();
   TestWhatNeedsAllBitsLosesThemLast();
+  TestWhatDidNotFitHasFewerBitsFromTheNextExecutionOn();
+  TestWhatAsksForAllBitsSharesABudgetThatIsTooSmall();
   TestAnUnimportantPutReducesItself();
   TestBlockMeansAreTheLast();
   TestPinnedEntriesLoseNothing();

@@ -8,6 +8,11 @@ namespace dafjax::pool {
 
 constexpr int kMostBits = 8;
 
+// The greatest power of two that is at most `bits`, of 1 to 8.
+constexpr int PowerOfTwoAtMost(int bits) {
+  return bits >= 8 ? 8 : bits >= 4 ? 4 : bits >= 2 ? 2 : 1;
+}
+
 // What allocation knows of a site, as `dafjax.allocation.Site`.
 struct SiteDemand {
   int64_t num_elements = 0;

@@ -30,7 +30,9 @@ class Gradient {
   double energy_ = 0;
 };
 
-// Gives bits to sites between executions, so that they meet a target.
+// Gives bits to sites between executions, so that they meet a target; without one, so that
+// a budget that is too small for what is asked for need not be met by evictions, which know
+// only what is there already.
 class BitAllocator {
  public:
   void SetTarget(const Target& target) { target_ = target; }

@@ -13,11 +13,6 @@ namespace {
 
 std::atomic<uint32_t> next_pool_id{1};
 
-// The greatest power of two that is at most `bits`, of 1 to 8.
-constexpr int PowerOfTwoAtMost(int bits) {
-  return bits >= 8 ? 8 : bits >= 4 ? 4 : bits >= 2 ? 2 : 1;
-}
-
 std::string Text(int64_t number) { return std::to_string(number); }
 
 }  // namespace

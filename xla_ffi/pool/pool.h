@@ -113,7 +113,8 @@ class AttachablePool {
 //
 // When the budget leaves no room, the entry whose last plane is least important loses it:
 // 8 -> 4 -> 2 -> 1 bit -> metadata alone. That may be the entry that is being put. An
-// entry that is being written or is pinned loses nothing.
+// entry that is being written or is pinned loses nothing. The next execution is given bits
+// that fit, if it is known what matters.
 //
 // Importances, bits and the budget are set at any time and hold from the next execution
 // on: the first Put of a new run on any device.

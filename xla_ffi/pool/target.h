@@ -10,7 +10,8 @@
 
 namespace dafjax::pool {
 
-// What bits are allocated for at the start of an execution.
+// What bits are allocated for at the start of an execution. Without a target it is the most
+// that all demands allow.
 struct Target {
   enum Kind { kNone, kAverageBits, kNbytes, kRelativeVariance };
 
@@ -44,12 +45,19 @@ struct Target {
       const bool fits = static_cast<double>(NumBits(demands, bits)) <= fitting;
       return fits ? bits : Within(fitting, demands);
     }
+    if (kind == kNone) return Within(fitting, demands);
     const double wanted =
         kind == kAverageBits
             ? value * static_cast<double>(taken.num_elements) -
                   static_cast<double>(taken.bits)
             : BitsIn(kShare * value, taken);
     return Within(std::min(wanted, fitting), demands);
+  }
+
+  // Whether so many bits an element, besides what is taken, fit the pool's budget.
+  static bool Fits(const std::vector<SiteDemand>& demands, const std::vector<int>& bits,
+                   const Taken& taken, int64_t room) {
+    return static_cast<double>(NumBits(demands, bits)) <= BitsIn(Usable(room), taken);
   }
 
  private:
