@@ -10,6 +10,7 @@ import pytest
 import dafjax
 from dafjax._residuals import differentiate
 from dafjax._steering import find_steering
+from dafjax.codecs import Affine
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from tests import networks
 
@@ -93,5 +94,6 @@ def test_gradients_are_unbiased_however_long_chains_are(max_sources):
 
 
 def test_noise_that_meets_itself_is_a_bias():
-    rule = CompressExpensive(min_nbytes=256)
-    assert mean_error(IgnoresSteering(rule)) > 0.2
+    # Blocks of columns would have less noise to meet itself.
+    rule = CompressExpensive(codec=Affine(bits=2), min_nbytes=256)
+    assert mean_error(IgnoresSteering(rule)) > 0.3

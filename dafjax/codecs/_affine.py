@@ -19,7 +19,7 @@ from dafjax._native._layout import (
 )
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
-from dafjax.codecs._rows import a_few_together, from_rows, rows_of, to_rows
+from dafjax.codecs._rows import from_rows, rows_of, to_rows
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -27,7 +27,7 @@ _ROUNDINGS = ("stochastic", "nearest")
 _BLOCKS = ("rows", "columns")
 
 # So many values of a channel pay for a scale and a minimum: 2 to 3 dB are worth a third
-# of a bit, and these cost a quarter.
+# of a bit or more, and these cost an eighth more than those of 256 values.
 _FULL_ENOUGH = 128
 
 
@@ -84,8 +84,7 @@ class Affine(AbstractCodec):
     16 rows and has a scale and a minimum for each channel: an element costs about
     `bits * ceil(rows / 16) * 16 / rows + 32 / min(rows, block_size)` bits. If the
     number of channels is no multiple of 32, several rows count as one, so that it is.
-    Where one example has fewer than 128 such rows, two to four are put together that
-    have as many. Where these have fewer than 64, all examples are one array, which
+    Where one example has fewer than 64 such rows, the examples are one array, which
     devices cannot divide; where all have, or of fewer than two dimensions, arrays are
     stored in row blocks.
 
@@ -188,29 +187,21 @@ class Affine(AbstractCodec):
     def has_full_columns(self, shape: tuple[int, ...]) -> bool:
         """Returns whether an array's blocks of columns are full enough to pay.
 
-        What they gain pays for scales and minima of half as many values. Arrays of
-        which they would put all examples together do without.
+        What they gain pays for scales and minima of half as many values.
         """
         if len(shape) < 2:
             return False
-        return self._rows_of_full_columns(shape) is not None
+        enough = min(self.block_size, _FULL_ENOUGH)
+        return num_positions(rows_of(shape)[-1], shape[-1]) >= enough
 
     def rows_and_columns(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """Returns the shape as rows, and the columns of blocks; 0 for row blocks."""
         rows = rows_of(shape)
         if self.blocks == "columns" and len(shape) > 1:
-            full = self._rows_of_full_columns(shape)
-            for candidate in (rows if full is None else full, (math.prod(shape),)):
+            for candidate in (rows, (math.prod(shape),)):
                 if num_positions(candidate[-1], shape[-1]) >= min(BLOCK_SIZES):
                     return candidate, shape[-1]
         return rows, 0
-
-    def _rows_of_full_columns(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        enough = min(self.block_size, _FULL_ENOUGH)
-        for rows in (rows_of(shape), *a_few_together(shape)):
-            if num_positions(rows[-1], shape[-1]) >= enough:
-                return rows
-        return None
 
     def check(self, like: Like) -> None:
         name = like.dtype.name

@@ -1,7 +1,7 @@
 """The rows in which an array is packed."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,18 +35,6 @@ def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
             if count % together == 0 and padded <= length * (1 + _MOST_PADDING):
                 return count // together, length
     return (math.prod(shape),)
-
-
-def a_few_together(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields shapes `[m, n]` of an array as rows of two to four examples.
-
-    Not more: devices divide rows, and can gather such a few where each has fewer.
-    """
-    if len(shape) > 1:
-        size = math.prod(shape[1:])
-        for together in range(2, 5):
-            if shape[0] % together == 0 and shape[0] > together:
-                yield shape[0] // together, together * size
 
 
 def to_rows(x: Array, rows: tuple[int, ...]) -> Array:
