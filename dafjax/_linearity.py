@@ -19,6 +19,7 @@ from dafjax._primitives import (
     is_amplifying,
     is_product,
     linear_operands,
+    sums_codes,
     takes_parts,
 )
 from dafjax._residuals import Program
@@ -43,7 +44,8 @@ def find_uses(
     """
     follower = _Follower(inexact)
     for eqn in dict.fromkeys(recomputed[value] for value in sorted(recomputed)):
-        noise = follower.read(eqn)
+        # What sums many has hardly any noise.
+        noise = set() if sums_codes(eqn.primitive) else follower.read(eqn)
         values = [value for value in eqn.outputs if value in recomputed]
         if takes_parts(eqn.primitive):
             for value in values:

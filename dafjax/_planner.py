@@ -17,6 +17,7 @@ from dafjax._pooling import Pooling, find_poolings, note_places
 from dafjax._primitives import is_amplifying, is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_rectifiers, selection
 from dafjax._residuals import Program
+from dafjax._shares import Total, find_totals, total_of_codes
 from dafjax._steering import find_steering
 from dafjax._tracing import names_of_place
 from dafjax.codecs import AbstractCodec, Affine
@@ -63,16 +64,22 @@ def make_plan(
     names = _find_names(program)
     residuals = program.residuals()
     rectifiers = find_rectifiers(program)
+    totals = find_totals(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
     packed = {v for eqn in program.backward for v in reads_packed(eqn)}
     decisions = _decide(
         program,
-        (*residuals, *(r.mask for r in rectifiers.values())),
+        (
+            *residuals,
+            *(r.mask for r in rectifiers.values()),
+            *(total.operand for total in totals.values()),
+        ),
         policy,
         fingerprint=fingerprint,
         names=names,
         activations=activations,
         packed=packed,
+        totals=totals,
         decided=dict(zip(pooled.places, packings.values(), strict=True)),
         iterations=iterations,
     )
@@ -95,6 +102,9 @@ def make_plan(
             decisions[rectifier.mask], Recompute
         ):
             equation = selection(program, rectifier)
+        total = totals.get(value)
+        if total is not None and _is_inexact(decisions[total.operand]):
+            equation = total_of_codes(program, total)
         recomputed[value] = equation
         new = [v for v in equation.input_values if v not in seen]
         seen.update(new)
@@ -233,6 +243,7 @@ def _decide(
     names: Mapping[int, tuple[str, ...]],
     activations: Container[int],
     packed: Container[int],
+    totals: Mapping[int, Total],
     decided: Mapping[int, Decision],
     iterations: int,
 ) -> dict[int, Decision]:
@@ -322,6 +333,13 @@ def _decide(
         amplifies = not amplified.isdisjoint(inputs)
         divides = eqn.divisor is not None and bool(sources[eqn.divisor])
         for value in eqn.outputs:
+            total = totals.get(value)
+            if total is not None and _is_inexact(decisions[total.operand]):
+                # It has hardly any noise, and what there is is that of its shares.
+                decisions[value] = Recompute()
+                known[value] = False
+                sources[value] = frozenset()
+                continue
             residual = describe(
                 value,
                 eqn.primitive,

@@ -116,6 +116,14 @@ def is_product(primitive: str) -> bool:
     return primitive in _PRODUCTS
 
 
+def sums_codes(primitive: str) -> bool:
+    """Returns whether an operation sums what so many codes stand for that it is exact.
+
+    `_shares.py` has it.
+    """
+    return primitive == "sum_of_codes"
+
+
 def is_continuous(primitive: str) -> bool:
     """Returns whether a small error of an operand stays small in a floating result."""
     return primitive in _CONTINUOUS
