@@ -281,7 +281,7 @@ def test_two_processes_compute_the_gradient_of_one(tmp_path: pathlib.Path) -> No
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _PROCESS.format(port=port, number=n), str(file)],
-            env=_environment_of_one_device(),
+            env=_environment(num_devices=1),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -296,9 +296,47 @@ def test_two_processes_compute_the_gradient_of_one(tmp_path: pathlib.Path) -> No
                 assert relative_error(ours, theirs) < 1e-5
 
 
-def _environment_of_one_device() -> dict[str, str]:
+_AS_MANY_DEVICES_AS_EXAMPLES = """
+import itertools
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import dafjax
+from tests.test_sharding import gathered
+
+assert len(jax.devices()) == 4
+
+
+def loss(w, x):
+    return jnp.sum(jnp.sin(jnp.sin(x @ w) @ w))
+
+
+shapes = [(4, 64, 64), (4, 128, 64), (12, 50, 64)]
+for axes, shape in itertools.product([AxisType.Auto, AxisType.Explicit], shapes):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axes,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, P("data")))
+        w = jax.device_put(np.ones((64, 64), np.float32), NamedSharding(mesh, P()))
+        step = jax.jit(jax.grad(dafjax.remat_compress(loss))).lower(w, x).compile()
+    assert not gathered(step.as_text()), (axes, shape)
+"""
+
+
+def test_a_device_may_have_a_single_example() -> None:
+    """No block has values of two examples, which two devices may have."""
+    subprocess.run(
+        [sys.executable, "-c", _AS_MANY_DEVICES_AS_EXAMPLES],
+        env=_environment(num_devices=4),
+        check=True,
+        timeout=180,
+    )
+
+
+def _environment(num_devices: int) -> dict[str, str]:
     return {
-        **{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     }
