@@ -2,10 +2,9 @@
 
 Budgets are those that 1 to 8 bits on average take: codes, scales and minima. The pool
 meets them in two ways: *target*, bits are allocated for a target (`dafjax.Budget`), and
-*eviction*, all residuals ask for 8 bits: in the execution that is first to find too
-little room, those that matter least lose planes as they are put, and the next ones get
-fewer bits. What matters is measured by either. Each way is one compiled program
-for all budgets.
+*asked*, all residuals ask for 8 bits, and the pool allocates fewer where these do not
+fit. What matters is measured by either. Each way is one compiled program for all
+budgets.
 
 - Gradients: at weights along an exact training, with the budgets in random order, a
   new one for every execution, so that it goes up and down.
@@ -45,7 +44,7 @@ from dafjax.stores import PagePool
 
 Record = dict[str, Any]
 
-WAYS = ("target", "eviction")
+WAYS = ("target", "asked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,7 +383,7 @@ def plot(records: dict[str, Record], path: pathlib.Path) -> None:
 def _table(name: str, record: Record) -> rich.table.Table:
     rows = zip(*(record["ways"][way] for way in WAYS), strict=True)
     return make_table(
-        f"{name}, {record['executions']} executions: target / eviction",
+        f"{name}, {record['executions']} executions: target / asked",
         left=("Bits",),
         right=("Budget MB", "Peak / budget", "Kept bits", "Gradient error", "Loss gap"),
         rows=[
