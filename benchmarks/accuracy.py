@@ -3,9 +3,11 @@
 ResNet-18 on the digits, or adapters of a transformer on text of installed packages. All
 methods start a seed from the same weights and see the same batches, with the same
 dropout. The control rounds to nearest, which is biased: that it falls behind shows that
-the comparison can see a bias. *fixed* has the same bits for all residuals, *adaptive*
-as many on average, allocated as it trains; losses tell them apart where accuracies are
-too coarse. Adapters are of weights that are trained once, with compression.
+the comparison can see a bias. *uniform* keeps whatever the backward pass reads in the
+same bits, as hooks for saved tensors do; *fixed* has the same bits for all residuals of
+the planner, *adaptive* as many on average, allocated as it trains; losses tell them
+apart where accuracies are too coarse. Adapters are of weights that are trained once,
+with compression.
 
 Examples:
     python -m benchmarks.accuracy
@@ -13,7 +15,7 @@ Examples:
     python -m benchmarks.accuracy --contenders none fixed adaptive --seeds 5 --width 8
         --epochs 3 --out benchmarks/results/accuracy_adaptive.json
     python -m benchmarks.accuracy --model roberta-base --lora 8 --width None
-        --epochs None --contenders none compress fixed adaptive
+        --epochs 3 --contenders none uniform compress adaptive
         --out benchmarks/results/quality_roberta.json
 """
 
@@ -33,6 +35,7 @@ import tyro
 import dafjax
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console, make_table
+from benchmarks.uniform_bits import UniformBits
 from dafjax.stores import PagePool
 from models import loop
 from models.config import DataName, ModelName, TrainConfig
@@ -42,7 +45,7 @@ from models.step import WrapLoss
 from models.tasks.task import Metric
 
 
-Name = Literal["none", "compress", "control", "fixed", "adaptive"]
+Name = Literal["none", "compress", "control", "uniform", "fixed", "adaptive"]
 Record = dict[str, Any]
 
 # The method and the policy of each contender.
@@ -50,11 +53,15 @@ _CONTENDERS: dict[Name, tuple[Literal["none", "compress"], str]] = {
     "none": ("none", "default"),
     "compress": ("compress", "default"),
     "control": ("compress", "nearest"),
+    "uniform": ("compress", "default"),
     "fixed": ("compress", "default"),
     "adaptive": ("compress", "default"),
 }
 # What takes the place of the method's own way to wrap the loss.
 _WRAPPINGS: dict[Name, Callable[[int], WrapLoss]] = {
+    "uniform": lambda bits: functools.partial(
+        dafjax.remat_compress, policy=UniformBits(bits)
+    ),
     "fixed": lambda bits: functools.partial(
         dafjax.remat_compress, bits=dafjax.Bits(bits, nonlinear=bits)
     ),
@@ -217,6 +224,7 @@ def _quality_table(
         "none": "none",
         "compress": f"compress, {options.bits} bits",
         "control": "control, to nearest",
+        "uniform": f"uniform {options.bits} bits",
         "fixed": f"fixed {options.bits} bits",
         "adaptive": f"adaptive, {options.bits} on average",
     }

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+import dafjax
 from benchmarks import (
     accuracy,
     allocators,
@@ -44,6 +45,7 @@ from benchmarks import (
 )
 from benchmarks.actnn import layer_inputs
 from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compare
+from benchmarks.uniform_bits import UniformBits
 from dafjax._residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from models.resnet import ResNetConfig
@@ -739,6 +741,20 @@ def test_accuracies_are_compared_seed_by_seed(tmp_path):
     pair = accuracy._pair(runs, "final_loss", "adaptive", "fixed")
     assert pair["mean"] == pytest.approx(-0.4)
     assert pair["standard_error"] == pytest.approx(0.1)
+
+
+def test_uniform_bits_are_those_of_all_that_is_read():
+    def loss(x):
+        return jnp.sum(jnp.tanh(jnp.exp(jnp.tanh(x @ x))) ** 3)
+
+    x = jnp.ones((128, 128))
+    planned, uniform = (
+        dafjax.saved_residuals(dafjax.remat_compress(loss, **options), x)
+        for options in ({}, {"policy": UniformBits(2)})
+    )
+    assert len(uniform.kept) > len(planned.kept)
+    codecs = {kept.codec for kept in uniform.kept if kept.codec is not None}
+    assert codecs == {Affine(2)}
 
 
 @pytest.mark.parametrize(
