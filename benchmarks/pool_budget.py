@@ -16,7 +16,6 @@ Examples:
 """
 
 import dataclasses
-import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any, final
@@ -24,12 +23,12 @@ from typing import Any, final
 import jax
 import numpy as np
 import rich.table
-import scipy.stats
 import tyro
 from matplotlib.figure import Figure
 
 import dafjax
 from benchmarks.environment import RESULTS, describe_environment, write_result
+from benchmarks.monotony import falls_as_it_grows
 from benchmarks.pooled_gradient import PooledGradient, squared_error
 from benchmarks.small_networks import (
     Network,
@@ -226,8 +225,8 @@ def _measure_way(
             for i in range(options.settings)
         ],
         "monotone": {
-            "error": monotone(budgets, errors),
-            **({"loss_gap": monotone(budgets, gaps)} if options.train else {}),
+            "error": falls_as_it_grows(budgets, errors),
+            **({"loss_gap": falls_as_it_grows(budgets, gaps)} if options.train else {}),
         },
     }
 
@@ -290,42 +289,6 @@ _TO_LEARN = 8
 
 # Losses of so many steps make one figure.
 _LAST = 5
-
-
-def monotone(budgets: Sequence[int], samples: Sequence[Sequence[float]]) -> Record:
-    """Tells whether a figure falls as the budget grows, within its noise.
-
-    The rule: at no setting is its mean above that of the setting before, by a paired
-    t-test of the same points at 5 % for all settings together (Bonferroni: with 20
-    settings, 0.26 % each), and at the last it is below that of the first, at 5 %. The
-    rank correlation of budget and mean tells little where the figure is all noise, as
-    differences of losses are from some number of bits on.
-
-    Args:
-        budgets: In rising order.
-        samples: For each budget as many figures.
-    """
-    table = np.array(samples)
-    share = 0.05 / (len(table) - 1)
-    rises = [
-        i + 1
-        for i, (before, after) in enumerate(itertools.pairwise(table))
-        if _is_above(after, before, share)
-    ]
-    correlation = scipy.stats.spearmanr(budgets, table.mean(axis=1))
-    return {
-        "rises": rises,
-        "falls": _is_above(table[0], table[-1], 0.05),
-        "spearman": float(correlation.statistic),
-    }
-
-
-def _is_above(a: np.ndarray, b: np.ndarray, level: float) -> bool:
-    """Whether the mean of `a` is above that of `b`, by a paired t-test."""
-    difference = a - b
-    error = np.std(difference, ddof=1) / len(difference) ** 0.5
-    most = scipy.stats.t.isf(level, len(difference) - 1)
-    return bool(np.mean(difference) > most * error)
 
 
 def verdicts(record: Record) -> list[str]:

@@ -45,6 +45,7 @@ from benchmarks import (
 )
 from benchmarks.actnn import layer_inputs
 from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compare
+from benchmarks.monotony import falls_as_it_grows
 from benchmarks.uniform_bits import UniformBits
 from dafjax._residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
@@ -614,12 +615,12 @@ def test_budgets_are_obeyed_in_one_program(tmp_path, tiny_network):
 
 def test_what_falls_within_noise_is_told_from_what_rises():
     falls = [[9.0, 9.2, 8.9], [5.0, 5.1, 4.9], [5.1, 4.9, 5.0], [1.0, 1.1, 0.9]]
-    assert pool_budget.monotone([1, 2, 3, 4], falls)["rises"] == []
-    assert pool_budget.monotone([1, 2], falls[:2])["spearman"] == pytest.approx(-1)
-    assert pool_budget.monotone([1, 2, 3, 4], falls)["falls"]
+    assert falls_as_it_grows([1, 2, 3, 4], falls)["rises"] == []
+    assert falls_as_it_grows([1, 2], falls[:2])["spearman"] == pytest.approx(-1)
+    assert falls_as_it_grows([1, 2, 3, 4], falls)["falls"]
     noise = [falls[0], [8.9, 9.3, 8.8]]
-    assert not pool_budget.monotone([1, 2], noise)["falls"]
-    rises = pool_budget.monotone([1, 2, 3], [falls[1], falls[3], falls[0]])
+    assert not falls_as_it_grows([1, 2], noise)["falls"]
+    rises = falls_as_it_grows([1, 2, 3], [falls[1], falls[3], falls[0]])
     assert rises["rises"] == [2]
     assert rises["spearman"] > 0
 
