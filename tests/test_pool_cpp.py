@@ -83,13 +83,18 @@ BUGS = {
     ),
     "what is asked for is thought to fit": (
         "bit_allocator.cc",
-        "if (Target::Fits(division.demands, asked, division.taken, room)) {",
-        "if (room > 0) {",
+        "const bool fits = Target::Fits(division.demands, asked, division.taken, room);",
+        "const bool fits = room > 0;",
     ),
     "what an exponential is taken of gives way first": (
         "bit_allocator.cc",
-        "if (Target::Fits(division.demands, All(division, 1), division.taken, room)) {",
-        "if (Target::Fits(division.demands, All(division, 1), division.taken, 0)) {",
+        "All(division, 1), division.taken, room)",
+        "All(division, 1), division.taken, room - room)",
+    ),
+    "what an exponential is taken of never gives way": (
+        "bit_allocator.cc",
+        "All(division, 1), division.taken, room)",
+        "All(division, 1), division.taken, room + (1L << 50))",
     ),
     "an execution is over too late": (
         "epochs.h",

@@ -504,6 +504,31 @@ void TestWhatAsksForAllBitsSharesABudgetThatIsTooSmall() {
   }
 }
 
+void TestTargetsThatDoNotFitTakeBitsOfWhatAsksForAll() {
+  Pool pool(WithBudget(3 * kPageNbytes));
+  pool.SetTarget({Target::kNbytes, 3.0 * kPageNbytes});
+  std::vector<Handle> handles(8);
+  int64_t evictions = 0;
+  for (const int64_t run : {1, 2, 3}) {
+    int bits[8];
+    // The first four are what exponentials are taken of: 8 bits of these take 4 pages.
+    const auto put = [&](uint64_t i) -> Put {
+      return {{run, 0}, i, {128, 8, 512, i < 4 ? 8 : 0}, i};
+    };
+    for (uint64_t i = 0; i < 8; ++i) {
+      if (run == 1) pool.SetImportance(i, 1.0);
+      CHECK(Store(&pool, put(i), &handles[i]).ok());
+    }
+    for (uint64_t i = 0; i < 8; ++i) bits[i] = Load(&pool, put(i), handles[i]);
+    CHECK_VALID(pool);
+    if (run > 1) {
+      CHECK(pool.Snapshot().evictions == evictions);
+      for (const int b : bits) CHECK(b >= 1 && b <= 4);
+    }
+    evictions = pool.Snapshot().evictions;
+  }
+}
+
 void TestAnUnimportantPutReducesItself() {
   Pool pool(WithBudget(2 * kPageNbytes));
   pool.SetImportance(0, 1e9);
@@ -932,6 +957,7 @@ void TestAll() {
   TestWhatNeedsAllBitsLosesThemLast();
   TestWhatDidNotFitHasFewerBitsFromTheNextExecutionOn();
   TestWhatAsksForAllBitsSharesABudgetThatIsTooSmall();
+  TestTargetsThatDoNotFitTakeBitsOfWhatAsksForAll();
   TestAnUnimportantPutReducesItself();
   TestBlockMeansAreTheLast();
   TestPinnedEntriesLoseNothing();

@@ -89,22 +89,27 @@ std::vector<int> All(const Division& division, int bits) {
   return std::vector<int>(division.demands.size(), bits);
 }
 
-// Allocates for as many bits as are asked for, at most, if these do not fit the budget.
-Division DivideLimited(const std::vector<Named>& put, double held, int64_t room,
-                       const Sites& sites) {
-  Division division = Divide(put, held, sites, true, UserOrNeededBits);
-  std::vector<int> asked;
-  for (const SiteDemand& demand : division.demands) asked.push_back(demand.maximum);
-  if (Target::Fits(division.demands, asked, division.taken, room)) {
-    return Divide(put, held, sites, true, KeptBitsOf);
-  }
+// What asks for 8 bits has them if all others fit the budget with 1 bit; if not, not even
+// what an exponential is taken of can have all of its bits.
+Division DivideToFit(const std::vector<Named>& put, double held, int64_t room,
+                     const Sites& sites, bool is_limit) {
+  Division division = Divide(put, held, sites, is_limit, UserOrNeededBits);
   if (Target::Fits(division.demands, All(division, 1), division.taken, room)) {
     return division;
   }
-  // Not even what an exponential is taken of can have all of its bits.
-  division = Divide(put, held, sites, true, UserBits);
+  division = Divide(put, held, sites, is_limit, UserBits);
   for (SiteDemand& demand : division.demands) demand.minimum = 1;
   return division;
+}
+
+// Allocates for as many bits as are asked for, at most, if these do not fit the budget.
+Division DivideLimited(const std::vector<Named>& put, double held, int64_t room,
+                       const Sites& sites) {
+  Division division = DivideToFit(put, held, room, sites, true);
+  std::vector<int> asked;
+  for (const SiteDemand& demand : division.demands) asked.push_back(demand.maximum);
+  const bool fits = Target::Fits(division.demands, asked, division.taken, room);
+  return fits ? Divide(put, held, sites, true, KeptBitsOf) : division;
 }
 
 }  // namespace
@@ -124,7 +129,7 @@ void BitAllocator::Allocate(int64_t run_id, double held, int64_t room,
       return;
     }
     const Division division = has_target
-                                  ? Divide(put, held, *sites, false, UserOrNeededBits)
+                                  ? DivideToFit(put, held, room, *sites, false)
                                   : DivideLimited(put, held, room, *sites);
     const std::vector<int> bits =
         target_.Meet(division.demands, division.taken, room, gradient_.energy());
