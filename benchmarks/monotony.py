@@ -24,8 +24,8 @@ def falls_as_it_grows(
         samples: For each budget as many figures.
 
     Returns:
-        `rises`, the settings at which it is above the one before; `falls`, whether it is
-        below the first at the last; `spearman`, the rank correlation of the means.
+        `rises`, the settings at which it is above the one before; `falls`, whether at
+        the last it is below the first; `spearman`, the rank correlation of the means.
     """
     table = np.array(samples)
     share = 0.05 / (len(table) - 1)

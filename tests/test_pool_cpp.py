@@ -83,8 +83,8 @@ BUGS = {
     ),
     "what is asked for is thought to fit": (
         "bit_allocator.cc",
-        "const bool fits = Target::Fits(division.demands, asked, division.taken, room);",
-        "const bool fits = room > 0;",
+        "Target::Fits(division.demands, asked, division.taken, room);",
+        "room > 0 && !asked.empty();",
     ),
     "what an exponential is taken of gives way first": (
         "bit_allocator.cc",
