@@ -382,16 +382,16 @@ def test_few_rows_are_stored_in_row_blocks(
     [
         ((2, 512, 64), (2, 512 * 64)),
         ((8, 128, 64), (8, 128 * 64)),
+        ((8, 64, 64), (8, 64 * 64)),
         # Examples are not put together: devices divide them.
-        ((8, 64, 64), None),
-        ((8, 16, 64), None),
+        ((8, 32, 64), None),
         # Two rows of 16 channels count as one.
         ((8, 16, 16, 16), (8, 16 * 16 * 16)),
         ((1024, 64), None),
         ((4096,), None),
     ],
 )
-def test_columns_are_the_default_where_half_of_a_block_is_full(shape, rows) -> None:
+def test_columns_are_the_default_where_a_quarter_of_a_block_is_full(shape, rows) -> None:
     codec = Affine(blocks="columns")
     assert codec.has_full_columns(shape) == (rows is not None)
     if rows is not None:
