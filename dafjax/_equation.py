@@ -1,7 +1,7 @@
 """One primitive operation of a traced function.
 
-This file, `_graph.py`, `_tracing.py` and `_residuals.py` are the only ones that look
-inside a jaxpr.
+This file, `_by_rows.py`, `_graph.py`, `_tracing.py` and `_residuals.py` are the only
+ones that look inside a jaxpr.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from dafjax._equation import Atom, Constant, Equation, evaluate, values_of
 from dafjax._graph import live_equations
 from dafjax._importance import Probe
-from dafjax._native import tie
+from dafjax._native import pin, tie
+from dafjax._parts import num_parts, restore_in_parts
 from dafjax._plan import ProgramPlan
 from dafjax._primitives import is_cheap, rearranges_operands
 from dafjax._residuals import Program
-from dafjax._schedule import Step, Unpacking, is_large, last_uses
+from dafjax._schedule import InParts, Step, Unpacking, is_large, last_uses
 from dafjax._sites import site_names
 from dafjax._typing import ArrayTree
 from dafjax.codecs import AbstractCodec
@@ -58,6 +59,9 @@ class Ties:
             random bits of all layers, wait from the start.
         results: Ties of small results with what is packed last. Without them a loss is
             put off until after the backward pass, and the logits live on.
+        layouts: The order in memory of large arguments that wait for a dependency, and
+            of their gradients. Without it XLA:GPU rearranges arguments before that, and
+            what an optimizer keeps of them.
     """
 
     forward: bool = True
@@ -67,6 +71,7 @@ class Ties:
     operands: bool = True
     arguments: bool = True
     results: bool = True
+    layouts: bool = True
 
 
 def run_forward(
@@ -139,6 +144,12 @@ def run_forward(
         handle = store.put(packed)
         stored[value] = handle if noise is None else Measured(handle, noise)
 
+    pinned = _whole_weights(plan)
+
+    def delay(atom: Atom, operand: Any) -> Any:
+        delayed = _not_before(token, operand)
+        return pin(delayed) if ties.layouts and atom in pinned else delayed
+
     for value in range(program.num_arguments):
         keep(value, -1)
     for now, equation in enumerate(equations):
@@ -150,7 +161,7 @@ def run_forward(
         if ties.arguments:
             late = _read_late(plan, equation)
             operands = [
-                _not_before(token, operand) if atom in late else operand
+                delay(atom, operand) if atom in late else operand
                 for atom, operand in zip(equation.inputs, operands, strict=True)
             ]
         outputs = evaluate(equation, operands)
@@ -211,11 +222,29 @@ def run_backward(
     token: jax.Array = jnp.zeros((), jnp.uint8)
 
     probe = Probe(plan, noise) if measured else None
+    weights = _whole_weights(plan)
+    moving = [number for number, moves in enumerate(program.perturbed) if moves]
+    pairs = zip(moving, program.gradients, strict=True)
+    of_weights = {v for number, v in pairs if number in weights and ties.layouts}
 
     def learn(values: Mapping[int, Any]) -> None:
         env.update(values)
         if probe is not None:
             probe.see(values)
+
+    def packed_for(item: InParts) -> dict[int, ArrayTree]:
+        return {v: store.get(waiting[v]) for v in item.sources if v in codecs}
+
+    def whole_or_in_parts(step: Step) -> Iterator[Unpacking | Equation | InParts]:
+        # Importances are measured of whole values.
+        is_whole = probe is not None or not (ties.partial and ties.cotangent)
+        for item in step.restored:
+            if isinstance(item, InParts) and (
+                is_whole or num_parts(plan, item, packed_for(item), codecs, env) == 1
+            ):
+                yield from item.restored
+            else:
+                yield item
 
     learn(dict(env))
     for step in schedule:
@@ -227,8 +256,17 @@ def run_backward(
             if probe is not None:
                 probe.settle(values[len(tied) :])
         delayed = {v: _not_before(token, env[v]) for v in step.delayed}
+        if ties.layouts:
+            delayed = {v: pin(x) if v in weights else x for v, x in delayed.items()}
         at_hand = collections.ChainMap(delayed if ties.arguments else {}, env)
-        for item in step.restored:
+        for item in whole_or_in_parts(step):
+            if isinstance(item, InParts):
+                with jax.named_scope("unpack"):
+                    value = restore_in_parts(
+                        plan, item, packed_for(item), codecs, at_hand, token
+                    )
+                learn({item.value: value})
+                continue
             if isinstance(item, Unpacking):
                 if item.behind and ties.partial:
                     *values, token = tie(*(env[v] for v in item.behind), token)
@@ -251,7 +289,8 @@ def run_backward(
             env.update(zip(step.joined, values, strict=True))
         if step.equation is not None:
             outputs = evaluate(step.equation, _read(step.equation.inputs, at_hand))
-            learn(dict(zip(step.equation.outputs, outputs, strict=True)))
+            made = dict(zip(step.equation.outputs, outputs, strict=True))
+            learn({v: pin(x) if v in of_weights else x for v, x in made.items()})
     gradients = _read(program.gradients, env)
     if probe is None:
         return gradients
@@ -311,6 +350,12 @@ def restore_arguments(
         env.update((v, _not_before(token, env[v])) for v in late)
     restored = [env.get(v) for v in range(program.num_arguments)]
     return restored, list(cotangents), token
+
+
+def _whole_weights(plan: ProgramPlan) -> Container[Atom]:
+    """Returns the large arguments that the backward pass reads whole."""
+    program = plan.program
+    return {v for v in plan.arguments if v not in plan.slices and is_large(program, v)}
 
 
 def _small_or_rearranged(program: Program) -> set[int]:

@@ -67,6 +67,10 @@ _REDUCING = frozenset(
 _CONTINUOUS = _ELEMENTWISE | _REARRANGING | _PLACING | _REDUCING
 _CHEAP = _CONTINUOUS | _AMPLIFYING | _DISCONTINUOUS
 
+_ELEMENT_BY_ELEMENT = (_ELEMENTWISE | _AMPLIFYING | _DISCONTINUOUS) - {
+    *("cumprod", "reduce_prod")
+}
+
 _LINEAR_IN_ALL = (
     _REARRANGING
     | _PLACING
@@ -109,6 +113,14 @@ def is_cheap(primitive: str) -> bool:
     random bits, custom calls.
     """
     return primitive in _CHEAP
+
+
+def is_elementwise(primitive: str) -> bool:
+    """Returns whether each element of the result is made of those in its place.
+
+    Of operands of one element in a dimension, that one stands for all.
+    """
+    return primitive in _ELEMENT_BY_ELEMENT
 
 
 def is_product(primitive: str) -> bool:

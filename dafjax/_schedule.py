@@ -20,13 +20,17 @@ are made of. There, one tie takes
 What was unpacked is forgotten at the end of a stretch; a later use unpacks it again,
 which costs less than keeping it.
 
-Within a stretch three more orders are forced, each worth about one array at the peak:
+Within a stretch four more orders are forced, each worth about one array at the peak:
 
 - Where a value is recomputed from several compressed ones, the next is unpacked when
   what came of the last is there.
+- Where that can be done row by row, it is done in parts, one after another: so neither
+  what is unpacked nor what came of it is there as a whole.
 - An expensive equation reads its cotangents through a tie with what was restored for
   it: XLA copies operands into the layout that it multiplies in, those that are there
-  first, first.
+  first, first. Not so weights that are turned round for it, which XLA:GPU recognizes
+  the gradient of a strided convolution by. (It would put zeros between the elements of
+  the cotangent otherwise, four times the bytes, and multiply them.)
 - Large arguments (weights) that are copied before they are read are copied no earlier
   than the stretch begins: XLA would turn all of them round at the start of the program,
   and take the slices of all weights at the start of an iteration.
@@ -34,12 +38,13 @@ Within a stretch three more orders are forced, each worth about one array at the
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import final
 
+from dafjax._by_rows import rows_read
 from dafjax._equation import Atom, Equation, values_of
 from dafjax._plan import ProgramPlan
-from dafjax._primitives import is_cheap, rearranges_operands
+from dafjax._primitives import is_cheap, keeps_elements, rearranges_operands
 from dafjax._residuals import Program
 
 
@@ -58,6 +63,22 @@ class Unpacking:
 
 
 @final
+@dataclasses.dataclass(frozen=True, eq=False)
+class InParts:
+    """Restores one value in parts of its rows, one part after another.
+
+    Attributes:
+        value: The value.
+        sources: What has the same rows, and is read of what is kept or at hand.
+        restored: How a part of the value is restored from that part of the sources.
+    """
+
+    value: int
+    sources: tuple[int, ...]
+    restored: tuple[Unpacking | Equation, ...]
+
+
+@final
 @dataclasses.dataclass(frozen=True)
 class Step:
     """One equation of the backward pass and what must be at hand for it.
@@ -67,8 +88,8 @@ class Step:
         begins: Whether a stretch begins before it.
         cotangents: If so, the values of the backward pass that go through the tie.
         given: If so, the saved values and small arguments that go through the tie.
-        restored: How what is missing is restored, in order: residuals to unpack, and
-            equations of the forward pass to run again.
+        restored: How what is missing is restored, in order: residuals to unpack,
+            equations of the forward pass to run again, and what is restored in parts.
         delayed: The large arguments to read no earlier than the stretch begins.
         joined: What of the equation's operands goes through one tie before it.
     """
@@ -77,19 +98,28 @@ class Step:
     begins: bool
     cotangents: tuple[int, ...]
     given: tuple[int, ...]
-    restored: tuple[Unpacking | Equation, ...]
+    restored: tuple[Unpacking | Equation | InParts, ...]
     delayed: tuple[int, ...]
     joined: tuple[int, ...]
 
     @property
     def unpacked(self) -> tuple[int, ...]:
         """The residuals to unpack, in order."""
-        return tuple(r.value for r in self.restored if isinstance(r, Unpacking))
+        return tuple(r.value for r in self.pieces if isinstance(r, Unpacking))
 
     @property
     def recomputed(self) -> tuple[Equation, ...]:
         """The equations of the forward pass to run again, in order."""
-        return tuple(r for r in self.restored if isinstance(r, Equation))
+        return tuple(r for r in self.pieces if isinstance(r, Equation))
+
+    @property
+    def pieces(self) -> Iterator[Unpacking | Equation]:
+        """What is restored, in order, as if nothing were restored in parts."""
+        for item in self.restored:
+            if isinstance(item, InParts):
+                yield from item.restored
+            else:
+                yield item
 
 
 # Larger arguments do not go through ties: XLA copies an argument that it must keep.
@@ -172,14 +202,25 @@ class _Builder:
         self._expensive_since_begin |= expensive
 
     def finish(self) -> tuple[Step, ...]:
-        """Gives every stretch what its steps read of what was saved as it is."""
+        """Gives every stretch what its steps read of what was saved as it is.
+
+        And finds what can be restored in parts.
+        """
         steps: list[Step] = []
         read: set[int] = set()
+        # What the rest of the stretch reads, kept or not.
+        later: set[int] = set()
         for step, given in zip(
             reversed(self._steps), reversed(self._given_of_step), strict=True
         ):
             read |= given
+            results = self._program.gradients
+            eqn = step.equation
+            later.update(values_of(results) if eqn is None else eqn.input_values)
+            step = dataclasses.replace(step, restored=self._in_parts(step, later))
+            later.update(v for eqn in step.recomputed for v in eqn.input_values)
             if step.begins:
+                later = set()
                 tied = tuple(sorted(v for v in read if self._goes_through_ties(v)))
                 step = dataclasses.replace(step, given=tied)
                 read = set()
@@ -211,13 +252,63 @@ class _Builder:
                 partial.clear()
         return tuple(order)
 
+    def _in_parts(
+        self, step: Step, read: Container[int]
+    ) -> tuple[Unpacking | Equation | InParts, ...]:
+        """Returns how a step restores what is missing, a value in parts if it can.
+
+        It can where several large residuals are unpacked for one large value and all
+        that is large is made row by row.
+
+        Args:
+            step: The step.
+            read: What the step's equation and the rest of the stretch read.
+        """
+        pieces = {v: r for r in step.restored for v in _made(r)}
+        large = {v: r for v, r in pieces.items() if self._is_large(v)}
+        wanted = [v for v in large if v in read]
+        if sum(isinstance(r, Unpacking) for r in large.values()) < 2:
+            return step.restored
+        if len(wanted) != 1 or not self._program.avals[wanted[0]].shape:
+            return step.restored
+        num_rows = self._program.avals[wanted[0]].shape[0]
+        sources: dict[int, None] = {}
+        made: dict[Unpacking | Equation, None] = {}
+        for value, piece in pieces.items():
+            if isinstance(piece, Unpacking) and value in large:
+                if self._program.avals[value].shape[:1] != (num_rows,):
+                    return step.restored
+                sources[value] = None
+            elif isinstance(piece, Equation):
+                by_rows = rows_read(piece, num_rows) if value in large else ()
+                if by_rows is None:
+                    return step.restored
+                rows = _where(piece.inputs, by_rows)
+                # Of what is there in parts alone nothing else can be made.
+                if not large.keys() & set(piece.input_values) <= rows:
+                    return step.restored
+                sources.update((v, None) for v in rows if v not in large)
+            if value in large:
+                made[piece] = None
+        before = tuple(item for item in step.restored if item not in made)
+        return *before, InParts(wanted[0], tuple(sources), tuple(made))
+
     def _joined(
         self, inputs: Sequence[int], restored: Sequence[int]
     ) -> tuple[int, ...]:
         large = [v for v in inputs if self._is_large(v)]
-        new = [v for v in large if v in restored]
+        new = [v for v in large if v in restored and not self._is_turned(v)]
         cotangents = [v for v in large if v in self._made]
         return (*cotangents, *new) if cotangents and new else ()
+
+    def _is_turned(self, value: int) -> bool:
+        """Returns whether a value is an argument whose elements were moved."""
+        while value in self._recomputed and value not in self._compressed:
+            equation = self._recomputed[value]
+            if not keeps_elements(equation.primitive) or not equation.input_values:
+                return False
+            value = equation.input_values[0]
+        return value < self._program.num_arguments and value not in self._compressed
 
     def _sources_waited(self, now: int) -> bool:
         """Returns whether unpacking again spares an expensive equation just run memory.
@@ -293,6 +384,15 @@ class _Builder:
                     sorted((v for v in operands if v not in begun), key=self._effort)
                 )
         return list(missing)
+
+
+def _made(item: Unpacking | Equation | InParts) -> tuple[int, ...]:
+    return item.outputs if isinstance(item, Equation) else (item.value,)
+
+
+def _where(atoms: Iterable[Atom], chosen: Iterable[bool]) -> set[int]:
+    pairs = zip(atoms, chosen, strict=False)
+    return {atom for atom, take in pairs if take and isinstance(atom, int)}
 
 
 def is_large(program: Program, value: int) -> bool:

@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import dafjax
+from benchmarks import training
 from benchmarks.gpu_devices import GPUS, one_device
 from benchmarks.methods import make_method
 from benchmarks.mlp import Workload
 from dafjax import _remat_compress
-from dafjax._native import _cuda_library, tie
+from dafjax._native import _cuda_library, pin, tie
 from dafjax._passes import Ties
+from tests import networks
 
 
 pytestmark = pytest.mark.gpu_programs
@@ -93,3 +96,73 @@ def test_a_tie_holds_on_to_what_nobody_reads():
     assert "sine" in aside(all_are_read=False)
     # What such a tie is a custom call for.
     assert "sine" not in aside(all_are_read=True)
+
+
+def strided_loss(params, x):
+    """Blocks behind convolutions that halve the image."""
+    for p in params:
+        x = jax.lax.conv_general_dilated(
+            x, p["kernel"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = networks.conv_block(p, x)
+    return jnp.mean(x**2)
+
+
+def test_gradients_of_strided_convolutions_are_recognized():
+    """Without a call of its own, zeros are put between the elements of a cotangent."""
+    params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 3, 32))
+    x = jax.ShapeDtypeStruct((32, 32, 32, 32), jnp.float32)
+    calls = []
+    for loss in (strided_loss, dafjax.remat_compress(strided_loss)):
+        text = compile_on("H200", jax.grad(loss), params, x).as_text()
+        calls.append(text.count("$convBackwardInput"))
+    # All but that of the image.
+    assert calls == [5, 5]
+
+
+def compile_on(device, function, *arguments, donated=()):
+    sharding = one_device(GPUS[device])
+    placed = training.place(arguments, sharding)
+    return jax.jit(function, donate_argnums=donated).lower(*placed).compile()
+
+
+def step_nbytes(device, *, layouts):
+    """Returns the temp bytes of a training step with kernels of 9 MiB."""
+
+    def step(params, trace, x):
+        gradient = jax.grad(dafjax.remat_compress(networks.conv_loss))(params, x)
+        trace = jax.tree.map(lambda t, g: 0.9 * t + g, trace, gradient)
+        return jax.tree.map(lambda p, t: p - 0.1 * t, params, trace), trace
+
+    params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 6, 512))
+    x = jax.ShapeDtypeStruct((32, 4, 4, 512), jnp.float32)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(layouts=layouts))
+        compiled = compile_on(device, step, params, params, x, donated=(0, 1))
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_where_no_layout_is_pinned_weights_are_turned_round_at_the_start():
+    """Orin runs convolutions in another order than the one arrays have."""
+    pinned, free = (step_nbytes("Orin", layouts=layouts) for layouts in (True, False))
+    print(pinned, free)
+    assert free > pinned + 2 * 9 * 2**20
+
+
+def test_what_is_pinned_is_rearranged_behind_a_call():
+    def function(x):
+        return jnp.sin(pin(x)).T.reshape(-1)
+
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=one_device(GPUS[HERE]))
+    assert custom_calls(jax.jit(function).lower(x).compile()) == {"dafjax_tie"}
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_a_resnet_needs_a_quarter(device):
+    nbytes = {}
+    for method in ("save_all", "compress"):
+        workload = training.Workload(make_method(method, bits=2), batch=64, width=16)
+        program = workload.compile(sharding=one_device(GPUS[device]))
+        nbytes[method] = program.memory_analysis().temp_size_in_bytes
+    print(device, nbytes)
+    assert nbytes["compress"] < 0.3 * nbytes["save_all"]

@@ -20,6 +20,7 @@ from dafjax._native import (
     library_status,
     pack_affine,
     pack_bitmask,
+    pin,
     tie,
     unpack_affine,
     unpack_bitmask,
@@ -371,3 +372,35 @@ def test_a_header_without_a_version_is_an_error(
 def test_the_status_is_a_value() -> None:
     assert isinstance(library_status(), LibraryStatus)
     assert library_status() == library_status()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "int4"])
+def test_what_is_pinned_stays_as_it_is(dtype: str) -> None:
+    x = (jnp.arange(6) % 2).reshape(2, 3).astype(dtype)
+    for got in (pin(x), jax.jit(pin)(x), jax.vmap(pin, in_axes=1, out_axes=1)(x)):
+        assert got.dtype == x.dtype
+        np.testing.assert_array_equal(got, x)
+
+
+def test_a_key_is_not_pinned(key: jax.Array) -> None:
+    assert pin(key) is key
+
+
+def test_derivatives_of_what_is_pinned_are_those_of_the_identity() -> None:
+    x = jnp.arange(6.0)
+    np.testing.assert_array_equal(
+        jax.grad(lambda x: jnp.sum(pin(x) ** 2))(x), 2.0 * x
+    )
+    np.testing.assert_array_equal(jax.jvp(pin, (x,), (2.0 * x,))[1], 2.0 * x)
+
+
+@pytest.mark.parametrize(
+    ("platform", "calls"), [("cuda", 1), ("cpu", 0), ("tpu", 0)]
+)
+def test_to_pin_is_a_call_on_cuda_alone(
+    platform: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    lowered = jax.jit(pin).trace(x).lower(lowering_platforms=(platform,))
+    assert lowered.as_text().count("custom_call @dafjax_tie(") == calls

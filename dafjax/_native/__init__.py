@@ -31,6 +31,7 @@ from dafjax._native._library import (
     LibraryStatus as LibraryStatus,
     library_status as library_status,
 )
+from dafjax._native._pin import pin as pin
 from dafjax._native._pool import (
     PoolExhausted as PoolExhausted,
     StaleHandle as StaleHandle,

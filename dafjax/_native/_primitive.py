@@ -29,7 +29,9 @@ def make_primitive(
     multiple_results: bool,
     attributes: Callable[..., dict[str, Any]],
     division: Callable[..., DivisionRule],
+    target: str | None = None,
     aliased: bool = False,
+    is_call_on_cpu: bool = True,
     is_call_on_cuda: Callable[..., bool] = lambda **_: True,
     resolve: Callable[..., dict[str, Static]] = lambda *_, **params: params,
 ) -> Primitive:
@@ -38,18 +40,21 @@ def make_primitive(
     Elsewhere it is `jax.numpy`, and on CUDA without the library.
 
     Args:
-        name: Name of the custom call's target.
+        name: Name of the primitive.
         abstract_eval: Checks the operands and describes the results.
         reference: The primitive in `jax.numpy`.
         multiple_results: Whether the results are a sequence.
         attributes: The custom call's attributes from the primitive's parameters.
         division: From the operands' types, which dimensions devices may share out.
+        target: Name of the custom call's target, if it is another.
         aliased: Whether result `i` takes the buffer of operand `i`.
+        is_call_on_cpu: Whether it is a custom call on CPUs.
         is_call_on_cuda: From the primitive's parameters, whether it is a custom call
             on CUDA.
         resolve: From the platform that it is lowered for, the operands' types and the
             primitive's parameters, the parameters of the custom call.
     """
+    target = name if target is None else target
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_abstract_eval(abstract_eval)
@@ -94,15 +99,16 @@ def make_primitive(
             return mlir.lower_fun(divided)(context, *operands)
         aliases = {i: i for i in range(len(operands))} if aliased else None
         # The layouts default to row-major, for operands and results.
-        lower = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases)
+        lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
         resolved = resolve(platform, *context.avals_in, **params)
         return lower(context, *operands, **attributes(**resolved))
 
     allow_division(primitive)
     primitive.def_impl(run_eagerly)
     mlir.register_lowering(primitive, lower_reference)
-    mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
-    if name in _cuda_library.HANDLERS:
+    if is_call_on_cpu:
+        mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
+    if target in _cuda_library.HANDLERS:
         mlir.register_lowering(primitive, lower_on_cuda, platform="cuda")
     return primitive
 

@@ -248,6 +248,11 @@ def tie(*arrays: Array, all_are_read: bool) -> tuple[Array, ...]:
     return tuple(lax.optimization_barrier(arrays))
 
 
+def pin(x: Array) -> Array:
+    """Returns its argument."""
+    return x
+
+
 def _wait_for(after: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:
     if not after:
         return arrays

@@ -54,6 +54,19 @@ class AbstractCodec(abc.ABC):
             ValueError: The shapes of `packed` do not belong to `like`.
         """
 
+    def packs_rows(self, like: Like) -> bool:
+        """Returns whether each row of such an array is packed by itself.
+
+        A row is an index of the first dimension. Then each array of a packed has the
+        rows too, and any of them decode to those rows of the array. A codec for which
+        that holds says so, so that the backward pass may unpack an array in parts.
+
+        Args:
+            like: Shape and dtype of the array.
+        """
+        del like
+        return False
+
     @abc.abstractmethod
     def packed_nbytes(self, like: Like) -> int:
         """Returns the bytes that an array of this shape and dtype takes when packed.

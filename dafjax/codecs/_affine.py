@@ -173,6 +173,10 @@ class Affine(AbstractCodec):
         )
         return from_rows(unpacked, like)
 
+    def packs_rows(self, like: Like) -> bool:
+        rows, _ = self.rows_and_columns(like.shape)
+        return len(rows) > 1 and rows[0] == like.shape[0]
+
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)
         (*count, size), columns = self.rows_and_columns(like.shape)

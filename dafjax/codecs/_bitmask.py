@@ -53,6 +53,10 @@ class Bitmask(AbstractCodec):
         rows = unpack_bitmask(packed, *after, size=rows_of(like.shape)[-1])
         return from_rows(rows, like)
 
+    def packs_rows(self, like: Like) -> bool:
+        rows = rows_of(like.shape)
+        return len(rows) > 1 and rows[0] == like.shape[0]
+
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)
         *rows, size = rows_of(like.shape)
