@@ -233,7 +233,7 @@ def run_backward(
             probe.see(values)
 
     def packed_for(item: InParts) -> dict[int, ArrayTree]:
-        return {v: store.get(waiting[v]) for v in item.sources if v in codecs}
+        return {v: store.get(waiting[v]) for v in item.unpacked}
 
     def whole_or_in_parts(step: Step) -> Iterator[Unpacking | Equation | InParts]:
         # Importances are measured of whole values.

@@ -77,6 +77,11 @@ class InParts:
     sources: tuple[int, ...]
     restored: tuple[Unpacking | Equation, ...]
 
+    @property
+    def unpacked(self) -> tuple[int, ...]:
+        """The residuals to unpack, in order."""
+        return tuple(r.value for r in self.restored if isinstance(r, Unpacking))
+
 
 @final
 @dataclasses.dataclass(frozen=True)

@@ -388,15 +388,11 @@ def test_a_key_is_not_pinned(key: jax.Array) -> None:
 
 def test_derivatives_of_what_is_pinned_are_those_of_the_identity() -> None:
     x = jnp.arange(6.0)
-    np.testing.assert_array_equal(
-        jax.grad(lambda x: jnp.sum(pin(x) ** 2))(x), 2.0 * x
-    )
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(pin(x) ** 2))(x), 2.0 * x)
     np.testing.assert_array_equal(jax.jvp(pin, (x,), (2.0 * x,))[1], 2.0 * x)
 
 
-@pytest.mark.parametrize(
-    ("platform", "calls"), [("cuda", 1), ("cpu", 0), ("tpu", 0)]
-)
+@pytest.mark.parametrize(("platform", "calls"), [("cuda", 1), ("cpu", 0), ("tpu", 0)])
 def test_to_pin_is_a_call_on_cuda_alone(
     platform: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
