@@ -145,8 +145,7 @@ def step_nbytes(device, *, layouts):
 def test_where_no_layout_is_pinned_weights_are_turned_round_at_the_start():
     """Orin runs convolutions in another order than the one arrays have."""
     pinned, free = (step_nbytes("Orin", layouts=layouts) for layouts in (True, False))
-    print(pinned, free)
-    assert free > pinned + 2 * 9 * 2**20
+    assert free > 1.5 * pinned
 
 
 def test_what_is_pinned_is_rearranged_behind_a_call():
@@ -164,5 +163,4 @@ def test_a_resnet_needs_a_quarter(device):
         workload = training.Workload(make_method(method, bits=2), batch=64, width=16)
         program = workload.compile(sharding=one_device(GPUS[device]))
         nbytes[method] = program.memory_analysis().temp_size_in_bytes
-    print(device, nbytes)
-    assert nbytes["compress"] < 0.3 * nbytes["save_all"]
+    assert nbytes["compress"] < 0.25 * nbytes["save_all"]
