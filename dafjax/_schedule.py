@@ -269,7 +269,7 @@ class _Builder:
             step: The step.
             read: What the step's equation and the rest of the stretch read.
         """
-        pieces = {v: r for r in step.restored for v in _made(r)}
+        pieces = {v: r for r in step.pieces for v in _made(r)}
         large = {v: r for v, r in pieces.items() if self._is_large(v)}
         wanted = [v for v in large if v in read]
         if sum(isinstance(r, Unpacking) for r in large.values()) < 2:
@@ -391,7 +391,7 @@ class _Builder:
         return list(missing)
 
 
-def _made(item: Unpacking | Equation | InParts) -> tuple[int, ...]:
+def _made(item: Unpacking | Equation) -> tuple[int, ...]:
     return item.outputs if isinstance(item, Equation) else (item.value,)
 
 
