@@ -1,9 +1,8 @@
 """The forward and the backward pass, run equation by equation as scheduled."""
 
 import collections
-import dataclasses
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from dafjax._primitives import is_cheap, rearranges_operands
 from dafjax._residuals import Program
 from dafjax._schedule import InParts, Step, Unpacking, is_large, last_uses
 from dafjax._sites import site_names
+from dafjax._ties import Ties
 from dafjax._typing import ArrayTree
 from dafjax.codecs import AbstractCodec
 from dafjax.codecs._rounding_noise import sample_rounding_noise
@@ -35,43 +35,6 @@ class Measured(NamedTuple):
 
     handle: ArrayTree
     rounding_noise: jax.Array
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Ties:
-    """Which ties are made: all of them, except in tests that show what each is for.
-
-    Attributes:
-        forward: Ties of a value with its packed form, before it is used on. Without
-            them packing is put off until the backward pass.
-        cotangent: The dependency of unpacking on the backward pass. Without it
-            residuals are unpacked as soon as they are packed.
-        outgoing: Ties of what a stretch of the backward pass computed with the start of
-            the next one. Without them small reductions are put off, and their operands
-            live on.
-        partial: Ties of what was recomputed from one residual with the unpacking of the
-            next. Without them all are unpacked at once.
-        operands: Ties of cotangents with what was restored for the same equation.
-            Without them copies of the cotangents wait for it.
-        arguments: The dependency of large arguments on the backward pass, and of keys
-            on the forward pass. Without it rearranged copies of all weights, and the
-            random bits of all layers, wait from the start.
-        results: Ties of small results with what is packed last. Without them a loss is
-            put off until after the backward pass, and the logits live on.
-        layouts: The order in memory of large arguments that wait for a dependency, and
-            of their gradients. Without it XLA:GPU rearranges arguments before that, and
-            what an optimizer keeps of them.
-    """
-
-    forward: bool = True
-    cotangent: bool = True
-    outgoing: bool = True
-    partial: bool = True
-    operands: bool = True
-    arguments: bool = True
-    results: bool = True
-    layouts: bool = True
 
 
 def run_forward(
@@ -251,7 +214,10 @@ def run_backward(
         if step.begins:
             tied = _tied_values(step, ties)
             samples = [] if probe is None else probe.waiting()
-            *values, token = tie(*(env[v] for v in tied), *samples, token)
+            num_awaited = sum(v in step.awaited for v in tied) if ties.in_place else 0
+            *values, token = tie(
+                *(env[v] for v in tied), *samples, token, num_awaited=num_awaited
+            )
             env.update(zip(tied, values[: len(tied)], strict=True))
             if probe is not None:
                 probe.settle(values[len(tied) :])
@@ -443,6 +409,8 @@ def _tied_values(step: Step, ties: Ties) -> tuple[int, ...]:
     if not ties.outgoing and step.equation is not None:
         read = step.equation.input_values
         cotangents = tuple(v for v in cotangents if v in read)
+    # Those that are only waited for come first.
+    cotangents = tuple(sorted(cotangents, key=lambda v: v not in step.awaited))
     return cotangents + (step.given if ties.cotangent else ())
 
 

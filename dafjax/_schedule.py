@@ -17,6 +17,11 @@ are made of. There, one tie takes
 - what was saved as it is and is read in the stretch that begins;
 - a token, on which every unpacking of the stretch depends.
 
+The tie only waits for cotangents that a product gave: in a buffer that goes through a
+custom call XLA:CPU computes nothing in place, and that is one array at the peak. What
+was made element by element goes through it. XLA would make it again, from what it was
+made of, for all that reads it after the tie.
+
 What was unpacked is forgotten at the end of a stretch; a later use unpacks it again,
 which costs less than keeping it.
 
@@ -92,6 +97,7 @@ class Step:
         equation: The equation; `None` stands for returning the gradients.
         begins: Whether a stretch begins before it.
         cotangents: If so, the values of the backward pass that go through the tie.
+        awaited: Those of them that the tie need only wait for.
         given: If so, the saved values and small arguments that go through the tie.
         restored: How what is missing is restored, in order: residuals to unpack,
             equations of the forward pass to run again, and what is restored in parts.
@@ -102,6 +108,7 @@ class Step:
     equation: Equation | None
     begins: bool
     cotangents: tuple[int, ...]
+    awaited: tuple[int, ...]
     given: tuple[int, ...]
     restored: tuple[Unpacking | Equation | InParts, ...]
     delayed: tuple[int, ...]
@@ -164,6 +171,7 @@ class _Builder:
         self._last_use = last_uses(program.backward, program.gradients)
         self._made = set(program.cotangents)
         self._fresh = set(program.cotangents)
+        self._made_by_expensive: set[int] = set()
         # Unpacked or recomputed in this stretch.
         self._known: set[int] = set()
         self._expensive_since_begin = True
@@ -193,6 +201,7 @@ class _Builder:
             equation=equation,
             begins=begins,
             cotangents=cotangents,
+            awaited=tuple(v for v in cotangents if v in self._made_by_expensive),
             given=(),
             restored=self._in_order(restored, residuals),
             delayed=(),
@@ -204,6 +213,8 @@ class _Builder:
         if equation is not None:
             self._made.update(equation.outputs)
             self._fresh.update(equation.outputs)
+            if expensive:
+                self._made_by_expensive.update(equation.outputs)
         self._expensive_since_begin |= expensive
 
     def finish(self) -> tuple[Step, ...]:

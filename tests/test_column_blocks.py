@@ -391,7 +391,7 @@ def test_few_rows_are_stored_in_row_blocks(
         ((4096,), None),
     ],
 )
-def test_columns_are_the_default_where_a_quarter_of_a_block_is_full(shape, rows) -> None:
+def test_columns_are_the_default_from_64_values_of_a_channel_on(shape, rows) -> None:
     codec = Affine(blocks="columns")
     assert codec.has_full_columns(shape) == (rows is not None)
     if rows is not None:

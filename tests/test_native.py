@@ -242,6 +242,30 @@ def test_results_of_a_tie_depend_on_all_operands() -> None:
     assert "sine" in compiled.as_text()
 
 
+def test_what_is_only_waited_for_does_not_come_out_of_a_call(key: jax.Array) -> None:
+    """So that XLA computes in its place."""
+
+    def tied(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        same_key, product, y = tie(key, x @ x, y, num_awaited=2)
+        return jax.random.key_data(same_key), product + 1.0, y
+
+    x, y = jnp.ones((64, 64)), jnp.arange(3.0)
+    compiled = jax.jit(tied).lower(x, y).compile()
+    (call,) = calls_in(compiled.as_text(), "dafjax_tie")
+    assert "output_to_operand_aliasing={{}: (1, {})}" in call
+    _, product, held = compiled(x, y)
+    assert_same_bits(product, x @ x + 1.0)
+    assert_same_bits(held, y)
+
+
+def test_results_of_a_tie_depend_on_what_is_only_waited_for() -> None:
+    def second(x: jax.Array) -> jax.Array:
+        return tie(jnp.sin(x), x, num_awaited=1)[1]
+
+    compiled = jax.jit(second).lower(jnp.ones(4096)).compile()
+    assert "sine" in compiled.as_text()
+
+
 def test_the_derivative_of_a_tie_is_that_of_the_identity(key: jax.Array) -> None:
     x, y = jax.random.normal(key, (2, 5))
 
@@ -271,6 +295,10 @@ def test_a_tie_maps_over_a_batch() -> None:
     assert_same_bits(a, x.T)
     assert_same_bits(b, jnp.stack([y] * 3))
     assert_same_bits(c, x.T)
+    waiting = functools.partial(tie, num_awaited=1)
+    a, b = jax.vmap(waiting, in_axes=(1, None))(x, y)
+    assert_same_bits(a, x.T)
+    assert_same_bits(b, jnp.stack([y] * 3))
 
 
 def test_only_dependencies_may_have_tangents(key: jax.Array) -> None:

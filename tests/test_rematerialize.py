@@ -10,8 +10,8 @@ import pytest
 
 import dafjax
 from dafjax import _remat_compress
-from dafjax._passes import Ties
 from dafjax._segments import cut
+from dafjax._ties import Ties
 from dafjax._tracing import as_function
 from dafjax.policies import CompressExpensive
 from tests import networks

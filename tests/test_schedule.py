@@ -136,6 +136,17 @@ def test_a_product_reads_its_cotangent_tied_with_what_was_restored(plan):
         assert values - restored
 
 
+def test_a_stretch_only_waits_for_what_products_gave(plan):
+    steps = schedule_backward(plan)
+    made_by = {v: s.equation for s in steps if s.equation for v in s.equation.outputs}
+    awaited = {v for step in steps for v in step.awaited}
+    assert awaited
+    assert not any(is_cheap(made_by[v].primitive) for v in awaited)
+    through = {v for step in steps for v in step.cotangents} - awaited
+    assert all(is_cheap(made_by[v].primitive) for v in through if v in made_by)
+    assert through & made_by.keys()
+
+
 def softmax_plan():
     """Attention, whose exponentials are read for probabilities and again later."""
     x = jnp.ones((2, 128, 32))

@@ -14,7 +14,6 @@ from jax.interpreters import ad, batching
 
 from dafjax._native import _reference
 from dafjax._native._primitive import can_pass_through, make_primitive
-from dafjax._native._sharding import DivisionRule, independent
 from dafjax._typing import Array
 
 
@@ -34,10 +33,6 @@ def _abstract_eval(aval: Any) -> Any:
     return aval
 
 
-def _division(aval: Any) -> DivisionRule:
-    return DivisionRule(operands=independent([aval]), results=independent([aval]))
-
-
 def _no_attributes() -> dict[str, Any]:
     return {}
 
@@ -53,7 +48,6 @@ pin_p: Primitive = make_primitive(
     reference=_reference.pin,
     multiple_results=False,
     attributes=_no_attributes,
-    division=_division,
     aliased=True,
     is_call_on_cpu=False,
 )

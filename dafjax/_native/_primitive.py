@@ -16,6 +16,7 @@ from dafjax._native._sharding import (
     allow_division,
     check_not_exported,
     divide,
+    independent,
     is_divided,
 )
 from dafjax._typing import Array, Static
@@ -28,7 +29,7 @@ def make_primitive(
     reference: Callable[..., Any],
     multiple_results: bool,
     attributes: Callable[..., dict[str, Any]],
-    division: Callable[..., DivisionRule],
+    division: Callable[..., DivisionRule] | None = None,
     target: str | None = None,
     aliased: bool = False,
     is_call_on_cpu: bool = True,
@@ -45,9 +46,10 @@ def make_primitive(
         reference: The primitive in `jax.numpy`.
         multiple_results: Whether the results are a sequence.
         attributes: The custom call's attributes from the primitive's parameters.
-        division: From the operands' types, which dimensions devices may share out.
+        division: From the operands' types, which dimensions devices may share out. All
+            of them if `aliased`.
         target: Name of the custom call's target, if it is another.
-        aliased: Whether result `i` takes the buffer of operand `i`.
+        aliased: Whether results take the buffers of as many operands, the last ones.
         is_call_on_cpu: Whether it is a custom call on CPUs.
         is_call_on_cuda: From the primitive's parameters, whether it is a custom call
             on CUDA.
@@ -91,15 +93,22 @@ def make_primitive(
         *operands: Any,
         **params: Static,
     ) -> Sequence[Any]:
+        num_first = len(operands) - len(context.avals_out)
         if is_divided(context):
             check_not_exported(context)
-            divided = divide(
-                functools.partial(bind, **params), division(*context.avals_in)
-            )
+            if aliased:
+                dimensions = independent(context.avals_in)
+                rule = DivisionRule(dimensions, dimensions[num_first:])
+            else:
+                assert division is not None
+                rule = division(*context.avals_in)
+            divided = divide(functools.partial(bind, **params), rule)
             return mlir.lower_fun(divided)(context, *operands)
-        aliases = {i: i for i in range(len(operands))} if aliased else None
+        aliases = {num_first + i: i for i in range(len(context.avals_out))}
         # The layouts default to row-major, for operands and results.
-        lower = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
+        lower = jax.ffi.ffi_lowering(
+            target, operand_output_aliases=aliases if aliased else None
+        )
         resolved = resolve(platform, *context.avals_in, **params)
         return lower(context, *operands, **attributes(**resolved))
 

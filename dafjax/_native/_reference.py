@@ -242,10 +242,15 @@ def unpack_bitmask(words: Array, *after: Array, size: int) -> Array:
     return _cut(fields, size) != jnp.uint32(0)
 
 
-def tie(*arrays: Array, all_are_read: bool) -> tuple[Array, ...]:
+def tie(*arrays: Array, all_are_read: bool, num_awaited: int) -> tuple[Array, ...]:
     """Returns its arguments, none before all are there that are read."""
-    del all_are_read
+    del all_are_read, num_awaited
     return tuple(lax.optimization_barrier(arrays))
+
+
+def hold(*arrays: Array, num_awaited: int) -> tuple[Array, ...]:
+    """Returns its arguments but for the first ones."""
+    return tuple(lax.optimization_barrier(arrays))[num_awaited:]
 
 
 def pin(x: Array) -> Array:

@@ -7,21 +7,25 @@ XLA:GPU keeps barriers until the order is settled and then removes them, so that
 tie is a barrier. A custom call would take memory: its results take the buffers of its
 operands, and XLA computes nothing in place in a buffer that several values share. Of a
 barrier, however, what nobody reads is dropped.
+
+On CPUs there is no other way than a custom call; but what is only waited for need not
+come out of it.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
 
 from dafjax._native import _reference
 from dafjax._native._primitive import can_pass_through, make_primitive
-from dafjax._native._sharding import DivisionRule, independent
 from dafjax._typing import Array, Static
 
 
-def tie(*arrays: Array, all_are_read: bool = True) -> tuple[Array, ...]:
+def tie(
+    *arrays: Array, all_are_read: bool = True, num_awaited: int = 0
+) -> tuple[Array, ...]:
     """Returns its arguments unchanged, none of them before all are computed.
 
     Results take the buffers of the operands, so that nothing is copied. Derivatives are
@@ -33,12 +37,15 @@ def tie(*arrays: Array, all_are_read: bool = True) -> tuple[Array, ...]:
         all_are_read: Whether something reads every result. On a GPU a result that
             nobody reads would not hold the others up, so that False makes a custom
             call of the tie there too.
+        num_awaited: How many of the arrays, the first ones, the others wait for. On a
+            CPU they themselves wait for nothing, and XLA can compute in their place.
 
     Returns:
         The same arrays, tied.
     """
     operands = tuple(filter(can_pass_through, arrays))
-    tied = iter(_bind(operands, all_are_read=all_are_read))
+    awaited = sum(map(can_pass_through, arrays[:num_awaited]))
+    tied = iter(_bind(operands, all_are_read=all_are_read, num_awaited=awaited))
     return tuple(next(tied) if can_pass_through(x) else x for x in arrays)
 
 
@@ -50,16 +57,21 @@ def _abstract_eval(*avals: Any, **_: Static) -> tuple[Any, ...]:
     return avals
 
 
-def _division(*avals: Any) -> DivisionRule:
-    return DivisionRule(operands=independent(avals), results=independent(avals))
-
-
 def _no_attributes(**_: Static) -> dict[str, Any]:
     return {}
 
 
-def _is_call_on_cuda(*, all_are_read: Static) -> bool:
+def _is_call_on_cuda(*, all_are_read: Static, **_: Static) -> bool:
     return not all_are_read
+
+
+def _run_on_cpu(*arrays: Array, num_awaited: int, **_: Static) -> list[Array]:
+    held = hold_p.bind(*arrays, num_awaited=num_awaited)
+    return [*arrays[:num_awaited], *held]
+
+
+def _held(*avals: Any, num_awaited: int) -> tuple[Any, ...]:
+    return avals[num_awaited:]
 
 
 def _jvp(
@@ -81,15 +93,28 @@ def _batch(
     return tie_p.bind(*operands, **params), axes
 
 
+# What a tie is on CPUs: it returns its operands but for the first ones.
+hold_p: Primitive = make_primitive(
+    "dafjax_hold",
+    target="dafjax_tie",
+    abstract_eval=_held,
+    reference=_reference.hold,
+    multiple_results=True,
+    attributes=_no_attributes,
+    aliased=True,
+)
 tie_p: Primitive = make_primitive(
     "dafjax_tie",
     abstract_eval=_abstract_eval,
     reference=_reference.tie,
     multiple_results=True,
     attributes=_no_attributes,
-    division=_division,
     aliased=True,
+    is_call_on_cpu=False,
     is_call_on_cuda=_is_call_on_cuda,
+)
+mlir.register_lowering(
+    tie_p, mlir.lower_fun(_run_on_cpu, multiple_results=True), platform="cpu"
 )
 ad.primitive_jvps[tie_p] = _jvp
 ad.primitive_transposes[tie_p] = _transpose

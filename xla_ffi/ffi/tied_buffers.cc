@@ -45,14 +45,15 @@ bool SameShape(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b) {
 ffi::Error Tie(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                const std::function<ffi::Error(const void*, int64_t, void*)>& copy) {
   const std::string call = "tie";
-  if (operands.size() != results.size()) {
+  if (results.size() > operands.size()) {
     return InvalidArgument(
         call, "the number of results (" + std::to_string(results.size()) +
-                  ") must be that of operands (" + std::to_string(operands.size()) +
-                  ").");
+                  ") must be at most that of operands (" +
+                  std::to_string(operands.size()) + ").");
   }
-  for (size_t i = 0; i < operands.size(); ++i) {
-    const auto operand = operands.get<ffi::AnyBuffer>(i);
+  const size_t num_awaited = operands.size() - results.size();
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto operand = operands.get<ffi::AnyBuffer>(num_awaited + i);
     if (operand.has_error()) return operand.error();
     auto result = results.get<ffi::AnyBuffer>(i);
     if (result.has_error()) return result.error();
@@ -67,7 +68,7 @@ ffi::Error Tie(const ffi::RemainingArgs& operands, const ffi::RemainingRets& res
     const std::optional<int64_t> element_nbytes = WholeBytes(from.element_type());
     if (!element_nbytes.has_value()) {
       return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                        call + ": operand " + std::to_string(i) +
+                        call + ": operand " + std::to_string(num_awaited + i) +
                             " has a dtype of less than 8 bits and must be aliased.");
     }
     const int64_t nbytes =

@@ -8,8 +8,9 @@
 
 namespace dafjax {
 
-// What a tie does on every platform: gives results the values of the operands. Each
-// normally shares its operand's memory; where it does not, calls `copy(from, nbytes, to)`.
+// What a tie does on every platform: gives results the values of as many operands, the
+// last ones. Each normally shares its operand's memory; where it does not, calls
+// `copy(from, nbytes, to)`. The operands before are only waited for.
 xla::ffi::Error Tie(
     const xla::ffi::RemainingArgs& operands, const xla::ffi::RemainingRets& results,
     const std::function<xla::ffi::Error(const void*, int64_t, void*)>& copy);
