@@ -76,21 +76,29 @@ bench: $(VENV)/installed
 	  --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
 	$(RUN) -m benchmarks.transformer_memory --model roberta --vocabulary 50265 \
 	  --batch 8 --length 128 --lora-rank 8 --out benchmarks/results/roberta_memory.json
+	$(RUN) -m benchmarks.largest_batch
 	$(RUN) -m benchmarks.layer_growth
 	$(RUN) -m benchmarks.plan_bytes
 	$(RUN) -m benchmarks.importance
 	$(RUN) -m benchmarks.eager_overhead
 	$(RUN) -m benchmarks.pool_fragmentation
 	$(RUN) -m benchmarks.pool_speed
-	$(RUN) -m benchmarks.pool_budget --networks resnet18 \
+	$(RUN) -m benchmarks.pool_step
+	$(RUN) -m benchmarks.pool_budget --networks resnet18 --seeds 10 \
 	  --out benchmarks/results/pool_budget_resnet18.json
-	$(RUN) -m benchmarks.pool_budget --networks gpt2 \
+	$(RUN) -m benchmarks.pool_budget --networks gpt2 --seeds 10 \
 	  --out benchmarks/results/pool_budget_gpt2.json
 	$(RUN) -m benchmarks.bit_allocation
 	$(RUN) -m benchmarks.nonlinear_minima
 	$(RUN) -m benchmarks.accuracy --seeds 5
 	$(RUN) -m benchmarks.accuracy --contenders none fixed adaptive --seeds 5 --width 8 \
 	  --epochs 3 --out benchmarks/results/accuracy_adaptive.json
+	$(RUN) -m benchmarks.accuracy --model roberta-base --lora 8 --epochs 3 \
+	  --contenders none uniform compress adaptive \
+	  --out benchmarks/results/quality_roberta.json
+	$(RUN) -m benchmarks.accuracy --model gpt2-medium --lora 8 --epochs 3 \
+	  --contenders none uniform compress adaptive \
+	  --out benchmarks/results/quality_gpt2.json
 
 # Memory of programs for GPUs, compiled without one.
 bench-gpu-programs: $(GPU_PLUGIN)/installed
