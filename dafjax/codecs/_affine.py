@@ -189,8 +189,9 @@ class Affine(AbstractCodec):
 
         A scale and a minimum of 64 values cost three eighths of a bit more than those
         of 256. Channels of their own are worth 2 to 3 dB, about that on average, and
-        much more for the keys of attention: the gradient of the queries of a RoBERTa
-        of 64 tokens has a fourth of the noise, at 2 bits on average.
+        much more for the keys of attention: at 2 bits on average the gradients of the
+        adapters of queries, in a RoBERTa of 64 tokens, have a half (the first factor)
+        and a fourth (the second) of the noise.
         """
         if len(shape) < 2:
             return False
