@@ -72,6 +72,7 @@ def restore_in_parts(
     codecs: Mapping[int, AbstractCodec],
     env: Mapping[int, Any],
     token: Array,
+    count: int,
 ) -> Array:
     """Restores a value.
 
@@ -82,10 +83,10 @@ def restore_in_parts(
         codecs: How.
         env: What is at hand: everything else that is read.
         token: What unpacking waits for, a scalar that is 0.
+        count: The parts, as many as `num_parts` returned.
     """
     aval = plan.program.avals[item.value]
     num_rows = aval.shape[0]
-    count = num_parts(plan, item, packed, codecs, env)
     there = num_rows // count
     likes = {k.value: _rows_of(k.like, there) for k in plan.kept if k.value in packed}
     sources = {v: packed[v] if v in packed else env[v] for v in item.sources}

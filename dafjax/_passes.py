@@ -198,16 +198,18 @@ def run_backward(
     def packed_for(item: InParts) -> dict[int, ArrayTree]:
         return {v: store.get(waiting[v]) for v in item.unpacked}
 
-    def whole_or_in_parts(step: Step) -> Iterator[Unpacking | Equation | InParts]:
+    def pieces(step: Step) -> Iterator[tuple[Unpacking | Equation | InParts, int]]:
+        """Gives what a step restores, and in how many parts."""
         # Importances are measured of whole values.
         is_whole = probe is not None or not (ties.partial and ties.cotangent)
         for item in step.restored:
-            if isinstance(item, InParts) and (
-                is_whole or num_parts(plan, item, packed_for(item), codecs, env) == 1
-            ):
-                yield from item.restored
+            count = 1
+            if isinstance(item, InParts) and not is_whole:
+                count = num_parts(plan, item, packed_for(item), codecs, env)
+            if isinstance(item, InParts) and count == 1:
+                yield from ((piece, 1) for piece in item.restored)
             else:
-                yield item
+                yield item, count
 
     learn(dict(env))
     for step in schedule:
@@ -225,11 +227,11 @@ def run_backward(
         if ties.layouts:
             delayed = {v: pin(x) if v in weights else x for v, x in delayed.items()}
         at_hand = collections.ChainMap(delayed if ties.arguments else {}, env)
-        for item in whole_or_in_parts(step):
+        for item, count in pieces(step):
             if isinstance(item, InParts):
                 with jax.named_scope("unpack"):
                     value = restore_in_parts(
-                        plan, item, packed_for(item), codecs, at_hand, token
+                        plan, item, packed_for(item), codecs, at_hand, token, count
                     )
                 learn({item.value: value})
                 continue

@@ -16,7 +16,7 @@ from dafjax._native._primitive import (
     to_front,
 )
 from dafjax._native._sharding import DivisionRule, batch_of, independent, rows_like
-from dafjax._typing import Array, Static
+from dafjax._typing import Array
 
 
 def pack_bitmask(mask: Array) -> Array:
@@ -91,10 +91,6 @@ def _divide_unpack(words: Any, *after: Any) -> DivisionRule:
     )
 
 
-def _no_attributes(**_: Static) -> dict[str, Any]:
-    return {}
-
-
 def _batch_pack(operands: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
     return pack_bitmask_p.bind(jnp.moveaxis(operands[0], axes[0], 0)), 0
 
@@ -114,7 +110,6 @@ pack_bitmask_p: Primitive = make_primitive(
     abstract_eval=_pack_abstract_eval,
     reference=_reference.pack_bitmask,
     multiple_results=False,
-    attributes=_no_attributes,
     division=_divide_pack,
 )
 unpack_bitmask_p: Primitive = make_primitive(
@@ -122,7 +117,6 @@ unpack_bitmask_p: Primitive = make_primitive(
     abstract_eval=_unpack_abstract_eval,
     reference=_reference.unpack_bitmask,
     multiple_results=False,
-    attributes=_no_attributes,
     division=_divide_unpack,
 )
 batching.primitive_batchers[pack_bitmask_p] = _batch_pack

@@ -33,10 +33,6 @@ def _abstract_eval(aval: Any) -> Any:
     return aval
 
 
-def _no_attributes() -> dict[str, Any]:
-    return {}
-
-
 def _batch(operands: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
     return pin_p.bind(*operands), axes[0]
 
@@ -47,7 +43,6 @@ pin_p: Primitive = make_primitive(
     abstract_eval=_abstract_eval,
     reference=_reference.pin,
     multiple_results=False,
-    attributes=_no_attributes,
     aliased=True,
     is_call_on_cpu=False,
 )

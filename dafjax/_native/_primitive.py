@@ -28,7 +28,7 @@ def make_primitive(
     abstract_eval: Callable[..., Any],
     reference: Callable[..., Any],
     multiple_results: bool,
-    attributes: Callable[..., dict[str, Any]],
+    attributes: Callable[..., dict[str, Any]] = lambda **_: {},
     division: Callable[..., DivisionRule] | None = None,
     target: str | None = None,
     aliased: bool = False,
@@ -45,7 +45,8 @@ def make_primitive(
         abstract_eval: Checks the operands and describes the results.
         reference: The primitive in `jax.numpy`.
         multiple_results: Whether the results are a sequence.
-        attributes: The custom call's attributes from the primitive's parameters.
+        attributes: The custom call's attributes from the primitive's parameters; none
+            if not given.
         division: From the operands' types, which dimensions devices may share out. All
             of them if `aliased`.
         target: Name of the custom call's target, if it is another.

@@ -57,10 +57,6 @@ def _abstract_eval(*avals: Any, **_: Static) -> tuple[Any, ...]:
     return avals
 
 
-def _no_attributes(**_: Static) -> dict[str, Any]:
-    return {}
-
-
 def _is_call_on_cuda(*, all_are_read: Static, **_: Static) -> bool:
     return not all_are_read
 
@@ -100,7 +96,6 @@ hold_p: Primitive = make_primitive(
     abstract_eval=_held,
     reference=_reference.hold,
     multiple_results=True,
-    attributes=_no_attributes,
     aliased=True,
 )
 tie_p: Primitive = make_primitive(
@@ -108,7 +103,6 @@ tie_p: Primitive = make_primitive(
     abstract_eval=_abstract_eval,
     reference=_reference.tie,
     multiple_results=True,
-    attributes=_no_attributes,
     aliased=True,
     is_call_on_cpu=False,
     is_call_on_cuda=_is_call_on_cuda,
