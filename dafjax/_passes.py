@@ -1,7 +1,7 @@
 """The forward and the backward pass, run equation by equation as scheduled."""
 
 import collections
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -107,6 +107,13 @@ def run_forward(
         handle = store.put(packed)
         stored[value] = handle if noise is None else Measured(handle, noise)
 
+    def await_operand(equation: Equation) -> None:
+        nonlocal token
+        made = [v for v in equation.input_values if v >= program.num_arguments]
+        if made:
+            largest = max(made, key=program.nbytes)
+            env[largest], token = tie(env[largest], token, num_awaited=1)
+
     pinned = _whole_weights(plan)
 
     def delay(atom: Atom, operand: Any) -> Any:
@@ -123,6 +130,9 @@ def run_forward(
         operands = _read(equation.inputs, env)
         if ties.arguments:
             late = _read_late(plan, equation)
+            if not plan.slices.isdisjoint(late):
+                # Where nothing is packed between two products, the token is early.
+                await_operand(equation)
             operands = [
                 delay(atom, operand) if atom in late else operand
                 for atom, operand in zip(equation.inputs, operands, strict=True)
@@ -382,7 +392,7 @@ def _not_before(token: jax.Array, value: jax.Array) -> jax.Array:
     return jax.lax.select(token == 0, value, jnp.zeros_like(value))
 
 
-def _read_late(plan: ProgramPlan, equation: Equation) -> Container[Atom]:
+def _read_late(plan: ProgramPlan, equation: Equation) -> Collection[Atom]:
     """Returns the operands of an equation that are there long before they are needed.
 
     All those of an equation that makes much of little, as random bits of a key: what

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -125,6 +126,8 @@ class RerunRule(Rule):
         )
         self._backward = _make_backward_pass(plan, options)
         self._ties = options.ties
+        moving = itertools.compress(itertools.count(), program.perturbed)
+        self._are_whole = [number not in plan.slices for number in moving]
 
     def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
         results, residuals = self._forward(seed, arguments)
@@ -139,8 +142,15 @@ class RerunRule(Rule):
             leaves, structure = jax.tree.flatten((cotangents, stored))
             cotangents, stored = jax.tree.unflatten(structure, tie(*leaves))
         gradients = self._backward(kept, stored, cotangents)
-        # What is left to do here would hold on to what was unpacked.
-        return tie(*gradients) if self._ties.outgoing else gradients
+        if not self._ties.outgoing:
+            return gradients
+        # What is left to do here would hold on to what was unpacked. Not so the
+        # gradients of slices, which a loop stacks as soon as they are there.
+        tied = iter(tie(*itertools.compress(gradients, self._are_whole)))
+        return [
+            next(tied) if is_whole else gradient
+            for gradient, is_whole in zip(gradients, self._are_whole, strict=True)
+        ]
 
 
 @final

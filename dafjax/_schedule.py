@@ -6,11 +6,12 @@ arrays alive to save a small reduction for later; each costs the memory that pac
 to save. An order can only be forced by a data dependency that it cannot see through: a
 `tie`, a custom call that returns its operands and, for all XLA knows, needs them all.
 
-So the backward pass is cut into stretches. A stretch begins before an expensive
-equation, and before the first unpacking after one. It also begins after an expensive
-equation for which something was recomputed from a large residual that is read again:
-else both wait while it runs, as attention probabilities and the exponentials that they
-are made of. There, one tie takes
+So the backward pass, with its products in the order of `_product_order.py`, is cut into
+stretches. A stretch begins before an expensive equation, and before the first unpacking
+after one, or where far less is alive on the way to that. It also begins after an
+expensive equation for which something was recomputed from a large residual that is read
+again: else both wait while it runs, as attention probabilities and the exponentials
+that they are made of. There, one tie takes
 
 - all cotangents computed in the stretch before that are still needed: whatever was read
   to compute them is dead from there on;
@@ -50,6 +51,7 @@ from dafjax._by_rows import rows_read
 from dafjax._equation import Atom, Equation, values_of
 from dafjax._plan import ProgramPlan
 from dafjax._primitives import is_cheap, keeps_elements, rearranges_operands
+from dafjax._product_order import order_products
 from dafjax._residuals import Program
 
 
@@ -138,6 +140,10 @@ class Step:
 # Smaller values are not worth an order.
 _SMALL_NBYTES = 16 * 1024
 
+# A stretch that begins early keeps equations out of the one before, where they would be
+# done by then.
+_FAR_LESS = 1.5
+
 
 def schedule_backward(plan: ProgramPlan) -> tuple[Step, ...]:
     """Orders the backward pass of a plan.
@@ -148,10 +154,11 @@ def schedule_backward(plan: ProgramPlan) -> tuple[Step, ...]:
     Returns:
         One step for each equation, and one for the gradients.
     """
-    builder = _Builder(plan)
-    for now, equation in enumerate(plan.program.backward):
+    program = dataclasses.replace(plan.program, backward=order_products(plan))
+    builder = _Builder(dataclasses.replace(plan, program=program))
+    for now, equation in enumerate(program.backward):
         builder.add(now, equation, equation.input_values)
-    builder.add(len(plan.program.backward), None, values_of(plan.program.gradients))
+    builder.add(len(program.backward), None, values_of(program.gradients))
     return builder.finish()
 
 
@@ -182,9 +189,11 @@ class _Builder:
         inputs = tuple(inputs)
         residuals = [v for v in inputs if v not in self._made]
         expensive = equation is not None and not is_cheap(equation.primitive)
-        unpacks = any(v in self._compressed for v in self._missing(residuals))
-        begins = expensive or (unpacks and self._expensive_since_begin)
-        begins = begins or self._sources_waited(now)
+        begins = (
+            expensive
+            or (self._expensive_since_begin and self._next_unpacking(now) == now)
+            or self._sources_waited(now)
+        )
         cotangents: tuple[int, ...] = ()
         if begins:
             self._known.clear()
@@ -325,6 +334,33 @@ class _Builder:
                 return False
             value = equation.input_values[0]
         return value < self._program.num_arguments and value not in self._compressed
+
+    def _next_unpacking(self, now: int) -> int | None:
+        """Returns where the stretch begins in which something is unpacked next.
+
+        Before the equation that reads it, or before one of the cheap ones in front of
+        it, if far less goes through the tie there: a cotangent need not wait beside
+        what was made of it. None if nothing is unpacked before the next expensive one.
+        """
+        backward = self._program.backward
+        fresh = {v for v in self._fresh if self._is_large(v)}
+        nbytes: list[int] = []
+        for place in range(now, len(backward) + 1):
+            eqn = backward[place] if place < len(backward) else None
+            if eqn is not None and not is_cheap(eqn.primitive):
+                break
+            alive = (v for v in fresh if self._last_use.get(v, -1) >= place)
+            nbytes.append(sum(map(self._nbytes, alive)))
+            results = self._program.gradients
+            read = values_of(results) if eqn is None else eqn.input_values
+            missing = self._missing(v for v in read if v in self._residuals)
+            if not self._compressed.isdisjoint(missing):
+                least = min(nbytes)
+                far_less = _FAR_LESS * least < nbytes[-1]
+                return now + nbytes.index(least) if far_less else place
+            if eqn is not None:
+                fresh.update(v for v in eqn.outputs if self._is_large(v))
+        return None
 
     def _sources_waited(self, now: int) -> bool:
         """Returns whether unpacking again spares an expensive equation just run memory.

@@ -1,0 +1,87 @@
+"""Which of two products of the backward pass that do not need each other comes first.
+
+JAX gives them in the order in which the forward pass reads their operands. Of the
+product of attention probabilities and values it takes the cotangent of the
+probabilities first, which is as large as they are, and which then waits while they are
+unpacked for the cotangent of the values, which is small. The other way round neither
+waits for the other.
+"""
+
+from collections.abc import Sequence
+
+from dafjax._equation import Equation
+from dafjax._plan import ProgramPlan
+from dafjax._primitives import is_cheap
+
+
+def order_products(plan: ProgramPlan) -> tuple[Equation, ...]:
+    """Orders the backward pass so that less is there while its products run.
+
+    Two expensive equations with nothing but cheap ones between them change places where
+    both then need less memory: for what is restored to be read, and for their results.
+    Everything else stays in order.
+
+    Args:
+        plan: What is kept.
+
+    Returns:
+        The equations of `plan.program.backward`, each after those that it reads.
+    """
+    program = plan.program
+    # Everything that a product may read and that need not be restored for it.
+    at_hand = {v for eqn in program.backward for v in eqn.outputs}
+    at_hand.update(program.cotangents, plan.arguments)
+    at_hand.update(item.value for item in plan.kept if item.codec is None)
+
+    def restored(eqn: Equation) -> int:
+        return sum(program.nbytes(v) for v in {*eqn.input_values} - at_hand)
+
+    def made(eqn: Equation) -> int:
+        return sum(map(program.nbytes, eqn.outputs))
+
+    def peak(first: Equation, second: Equation) -> int:
+        while_second_runs = made(first) + restored(second) + made(second)
+        return max(restored(first) + made(first), while_second_runs)
+
+    equations = list(program.backward)
+    place = 0
+    while place < len(equations):
+        end = _end_of_next_product(equations, place)
+        moved = _independent_of_first(equations[place:end])
+        if moved and peak(moved[-1], equations[place]) < peak(
+            equations[place], moved[-1]
+        ):
+            left = [eqn for eqn in equations[place:end] if eqn not in moved]
+            equations[place:end] = [*moved, *left]
+            place += len(moved)
+        else:
+            place += 1
+    return tuple(equations)
+
+
+def _end_of_next_product(equations: Sequence[Equation], place: int) -> int:
+    """Returns the number after that of the next expensive equation behind a place."""
+    for number in range(place + 1, len(equations)):
+        if not is_cheap(equations[number].primitive):
+            return number + 1
+    return len(equations)
+
+
+def _independent_of_first(stretch: Sequence[Equation]) -> list[Equation]:
+    """Returns the last of some equations, and what it needs of those before it.
+
+    Nothing if it needs the first, if one of the two is cheap, or if anything of them
+    does more than compute.
+    """
+    first, *others = stretch
+    if not others or any(is_cheap(eqn.primitive) for eqn in (first, others[-1])):
+        return []
+    if any(eqn.has_effect for eqn in stretch):
+        return []
+    needed = set(others[-1].outputs)
+    moved = []
+    for eqn in reversed(others):
+        if not needed.isdisjoint(eqn.outputs):
+            moved.append(eqn)
+            needed.update(eqn.input_values)
+    return moved[::-1] if needed.isdisjoint(first.outputs) else []

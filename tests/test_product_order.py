@@ -1,0 +1,115 @@
+"""Which products of the backward pass change places."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dafjax._bits import Bits
+from dafjax._planner import make_plan
+from dafjax._primitives import is_cheap
+from dafjax._product_order import order_products
+from dafjax._residuals import differentiate
+from dafjax.policies import CompressExpensive
+from tests import networks
+
+
+LENGTH, CHANNELS = 64, 8
+
+
+def plan_of(loss, *arguments, perturbed=None):
+    closed = jax.make_jaxpr(loss)(*arguments)
+    return make_plan(
+        differentiate(closed, perturbed or [True] * len(arguments)),
+        policy=CompressExpensive(min_nbytes=256),
+        bits=Bits(),
+    )
+
+
+@pytest.fixture
+def attention(key):
+    """The plan of a loss of queries, keys and values."""
+
+    def loss(*heads):
+        return jnp.sum(jnp.sin(jax.nn.dot_product_attention(*map(jnp.tanh, heads))))
+
+    return plan_of(loss, *jax.random.normal(key, (3, 1, LENGTH, 1, CHANNELS)))
+
+
+@pytest.fixture
+def convolutions(key):
+    params, x = networks.conv_example(key, depth=4)
+    leaves, structure = jax.tree.flatten((params, x))
+    return plan_of(
+        lambda *leaves: networks.conv_loss(*jax.tree.unflatten(structure, leaves)),
+        *leaves,
+    )
+
+
+def products(equations, program):
+    """Returns the sizes of what expensive equations make, in their order."""
+    return [
+        program.avals[eqn.outputs[0]].size
+        for eqn in equations
+        if not is_cheap(eqn.primitive)
+    ]
+
+
+def test_the_small_cotangent_of_values_is_made_before_that_of_probabilities(attention):
+    program = attention.program
+    before = products(program.backward, program)
+    after = products(order_products(attention), program)
+    large = LENGTH**2
+    assert before.index(large) == 0
+    assert after.index(large) == 1
+    assert sorted(before) == sorted(after)
+
+
+@pytest.mark.parametrize("name", ["attention", "convolutions"])
+def test_every_equation_stays_behind_those_that_it_reads(name, request):
+    plan = request.getfixturevalue(name)
+    program = plan.program
+    ordered = order_products(plan)
+    assert len(ordered) == len(program.backward)
+    assert set(ordered) == set(program.backward)
+    at_hand = {*program.residuals(), *program.cotangents}
+    for equation in ordered:
+        assert at_hand.issuperset(equation.input_values)
+        at_hand.update(equation.outputs)
+
+
+def test_cheap_equations_and_a_chain_of_products_stay_in_order(key):
+    def loss(*weights):
+        y = weights[0]
+        for w in weights[1:]:
+            y = jnp.tanh(y @ w)
+        return jnp.sum(y)
+
+    # One argument alone: every product of the backward pass needs the one before.
+    weights = jax.random.normal(key, (5, 16, 16))
+    plan = plan_of(loss, *weights, perturbed=[True, *[False] * 4])
+    assert order_products(plan) == plan.program.backward
+
+
+def test_a_print_in_between_keeps_its_place(key):
+    @jax.custom_vjp
+    def shown(x):
+        return x
+
+    def backward(_, cotangent):
+        jax.debug.print("{}", cotangent[0, 0])
+        return (cotangent,)
+
+    shown.defvjp(lambda x: (x, None), backward)
+
+    def loss(probabilities, value):
+        y = shown(jnp.tanh(probabilities)) @ shown(jnp.tanh(value))
+        return jnp.sum(jnp.sin(y))
+
+    plan = plan_of(
+        loss,
+        jax.random.normal(key, (LENGTH, LENGTH)),
+        jax.random.normal(key, (LENGTH, CHANNELS)),
+    )
+    effects = [eqn for eqn in plan.program.backward if eqn.has_effect]
+    assert len(effects) == 2
+    assert [eqn for eqn in order_products(plan) if eqn.has_effect] == effects
