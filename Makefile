@@ -76,6 +76,15 @@ bench: $(VENV)/installed
 	  --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
 	$(RUN) -m benchmarks.transformer_memory --model roberta --vocabulary 50265 \
 	  --batch 8 --length 128 --lora-rank 8 --out benchmarks/results/roberta_memory.json
+	for scan in False True; do \
+	  suffix=$$([ $$scan = True ] && echo _scan || true); \
+	  $(RUN) -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16 \
+	    --batch 2 --length 512 --lora-rank 8 --no-temp --time --rss --rounds 3 \
+	    --scan $$scan --out benchmarks/results/lora_time$$suffix.json && \
+	  $(RUN) -m benchmarks.transformer_memory --model roberta --vocabulary 50265 \
+	    --batch 8 --length 128 --lora-rank 8 --no-temp --time --rss \
+	    --scan $$scan --out benchmarks/results/roberta_time$$suffix.json || exit 1; \
+	done
 	$(RUN) -m benchmarks.largest_batch
 	$(RUN) -m benchmarks.layer_growth
 	$(RUN) -m benchmarks.plan_bytes
