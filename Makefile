@@ -6,6 +6,7 @@ RUN := $(VENV)/bin/python
 # Of the CUDA library in the source tree: Orin, H200, and what drivers translate for others.
 # Wheels have code for all; to compile that takes two minutes.
 CUDA_ARCHITECTURES ?= 87-real;90-real;80-virtual
+CUDA_SETTINGS := --config-settings='cmake.define.DAFJAX_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)'
 # JAX's CUDA plugin has a folder of its own, so that nothing else finds it.
 GPU_PLUGIN := build/gpu-plugin
 WITH_PLUGIN := JAX_PLATFORMS=cpu PYTHONPATH="$(abspath $(GPU_PLUGIN))"
@@ -27,7 +28,7 @@ test-slow: $(VENV)/installed
 
 # Models beside those of PyTorch `transformers`, in full size too.
 test-parity: $(VENV)/installed
-	$(RUN) -m pip install --quiet --editable '.[parity]'
+	$(RUN) -m pip install --quiet --editable '.[parity]' $(CUDA_SETTINGS)
 	$(RUN) -m pytest -m parity tests/models
 
 # The kernels under sanitizers, for NEON under qemu-user, for AVX-512 emulated.
@@ -125,8 +126,7 @@ $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dafjax needs Python 3.11 or newer: make PYTHON=python3.11")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[models,dev]' \
-	  --config-settings='cmake.define.DAFJAX_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)'
+	$(RUN) -m pip install --quiet --editable '.[models,dev]' $(CUDA_SETTINGS)
 	touch $@
 
 clean:

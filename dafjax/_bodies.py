@@ -18,6 +18,7 @@ from dafjax._equation import (
     bodies,
     call_instead,
     evaluate,
+    look_up,
     scan_arity,
 )
 from dafjax._graph import Graph, flatten
@@ -83,9 +84,6 @@ def with_wrapped_bodies(
     def function(*arguments: Any) -> list[Any]:
         env: dict[int, Any] = dict(enumerate(arguments))
 
-        def read(atoms: Sequence[Any]) -> list[Any]:
-            return [a.value if isinstance(a, Constant) else env[a] for a in atoms]
-
         for equation in graph.equations:
             if equation.primitive in _WITH_BODIES:
                 run = _scan if equation.primitive == "scan" else _cond
@@ -93,12 +91,12 @@ def with_wrapped_bodies(
                 lives = [isinstance(a, Constant) or a in alive for a in atoms]
                 with jax.named_scope(equation.name_stack or "loop"):
                     outputs = call_instead(
-                        equation, run(equation, lives, wrap), read(atoms)
+                        equation, run(equation, lives, wrap), look_up(atoms, env)
                     )
             else:
-                outputs = evaluate(equation, read(equation.inputs))
+                outputs = evaluate(equation, look_up(equation.inputs, env))
             env.update(zip(equation.outputs, outputs, strict=True))
-        return read(graph.outputs)
+        return look_up(graph.outputs, env)
 
     return function
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax._bodies import has_bodies, with_wrapped_bodies
-from dafjax._equation import Constant
+from dafjax._equation import look_up
 from dafjax._graph import mark_as_wrapped
 from dafjax._planner import make_plan
 from dafjax._recorder import current_recorder
@@ -75,7 +75,7 @@ def with_compressed_residuals(
         for segment, run in zip(segments, functions, strict=True):
             outputs = run(seed, *(env[v] for v in segment.inputs))
             env.update(zip(segment.outputs, outputs, strict=True))
-        return [a.value if isinstance(a, Constant) else env[a] for a in results]
+        return look_up(results, env)
 
     return function
 

@@ -191,6 +191,11 @@ class Equation:
         return source_info_util.summarize(self.jaxpr.eqns[0].source_info)
 
 
+def look_up(atoms: Iterable[Atom], env: Mapping[int, Any]) -> list[Any]:
+    """Returns what some atoms stand for, where `env` has the values."""
+    return [a.value if isinstance(a, Constant) else env[a] for a in atoms]
+
+
 def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Runs one equation on arrays or tracers, one for each of `equation.inputs`."""
     return jax.core.eval_jaxpr(equation.jaxpr, (), *operands)

@@ -17,10 +17,10 @@ from jax import lax
 from jax.sharding import AxisType
 
 from dafjax._by_rows import evaluate_on_rows
-from dafjax._equation import Constant, Equation
+from dafjax._equation import Equation, look_up
 from dafjax._native import tie
 from dafjax._plan import ProgramPlan
-from dafjax._schedule import InParts, Unpacking
+from dafjax._steps import InParts, Unpacking
 from dafjax._typing import Array, ArrayTree
 from dafjax.codecs import AbstractCodec
 
@@ -109,10 +109,7 @@ def restore_in_parts(
                 codec, value = codecs[step.value], step.value
                 part[value] = codec.decode(part[value], likes[value], after=(after,))
                 continue
-            operands = [
-                atom.value if isinstance(atom, Constant) else at_hand[atom]
-                for atom in step.inputs
-            ]
+            operands = look_up(step.inputs, at_hand)
             outputs = evaluate_on_rows(step, operands, num_rows, there)
             part.update(zip(step.outputs, outputs, strict=True))
         return lax.dynamic_update_index_in_dim(whole, part[item.value], number, axis=1)

@@ -88,3 +88,9 @@ class ProgramPlan:
     def compresses(self) -> bool:
         """Whether anything is kept in codes."""
         return any(kept.codec is not None for kept in self.kept)
+
+    @property
+    def whole_weights(self) -> frozenset[int]:
+        """The large arguments that the backward pass reads whole."""
+        large = filter(self.program.is_large, self.arguments)
+        return frozenset(large) - self.slices

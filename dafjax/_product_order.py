@@ -44,38 +44,33 @@ def order_products(plan: ProgramPlan) -> tuple[Equation, ...]:
         return max(restored(first) + made(first), while_second_runs)
 
     equations = list(program.backward)
-    place = 0
-    while place < len(equations):
-        end = _end_of_next_product(equations, place)
-        moved = _independent_of_first(equations[place:end])
-        if moved and peak(moved[-1], equations[place]) < peak(
-            equations[place], moved[-1]
-        ):
-            left = [eqn for eqn in equations[place:end] if eqn not in moved]
-            equations[place:end] = [*moved, *left]
+    place = _next_product(equations, 0)
+    while (behind := _next_product(equations, place + 1)) < len(equations):
+        stretch = equations[place : behind + 1]
+        first, second = stretch[0], stretch[-1]
+        moved = _independent_of_first(stretch)
+        if moved and peak(second, first) < peak(first, second):
+            left = [eqn for eqn in stretch if eqn not in moved]
+            equations[place : behind + 1] = [*moved, *left]
             place += len(moved)
         else:
-            place += 1
+            place = behind
     return tuple(equations)
 
 
-def _end_of_next_product(equations: Sequence[Equation], place: int) -> int:
-    """Returns the number after that of the next expensive equation behind a place."""
-    for number in range(place + 1, len(equations)):
-        if not is_cheap(equations[number].primitive):
-            return number + 1
-    return len(equations)
+def _next_product(equations: Sequence[Equation], start: int) -> int:
+    """Returns the number of the first expensive equation, of the end if none is."""
+    numbers = range(start, len(equations))
+    products = (n for n in numbers if not is_cheap(equations[n].primitive))
+    return next(products, len(equations))
 
 
 def _independent_of_first(stretch: Sequence[Equation]) -> list[Equation]:
     """Returns the last of some equations, and what it needs of those before it.
 
-    Nothing if it needs the first, if one of the two is cheap, or if anything of them
-    does more than compute.
+    Nothing if it needs the first, or if any of them does more than compute.
     """
     first, *others = stretch
-    if not others or any(is_cheap(eqn.primitive) for eqn in (first, others[-1])):
-        return []
     if any(eqn.has_effect for eqn in stretch):
         return []
     needed = set(others[-1].outputs)

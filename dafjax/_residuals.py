@@ -16,6 +16,9 @@ from dafjax._graph import flatten, live_equations
 from dafjax._tracing import ClosedJaxpr, as_function
 
 
+_SMALL_NBYTES = 16 * 1024
+
+
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -64,6 +67,10 @@ class Program:
         """Returns the bytes of a value; 0 for dtypes without a size, such as keys."""
         aval = self.avals[value]
         return aval.size * getattr(aval.dtype, "itemsize", 0)
+
+    def is_large(self, value: int) -> bool:
+        """Returns whether it matters when a value is there, by its bytes."""
+        return self.nbytes(value) > _SMALL_NBYTES
 
     def residuals(self) -> tuple[int, ...]:
         """Returns what the backward pass reads of the forward pass, in order."""

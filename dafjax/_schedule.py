@@ -44,101 +44,16 @@ Within a stretch four more orders are forced, each worth about one array at the 
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import final
+from collections.abc import Container, Iterable, Sequence
 
-from dafjax._by_rows import rows_read
+from dafjax._divisible import in_parts
 from dafjax._equation import Atom, Equation, values_of
 from dafjax._plan import ProgramPlan
 from dafjax._primitives import is_cheap, keeps_elements, rearranges_operands
 from dafjax._product_order import order_products
 from dafjax._residuals import Program
+from dafjax._steps import Step, Unpacking
 
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Unpacking:
-    """Unpacks a compressed residual.
-
-    Attributes:
-        value: The residual.
-        behind: What was recomputed in this step before, and goes through a tie first.
-    """
-
-    value: int
-    behind: tuple[int, ...] = ()
-
-
-@final
-@dataclasses.dataclass(frozen=True, eq=False)
-class InParts:
-    """Restores one value in parts of its rows, one part after another.
-
-    Attributes:
-        value: The value.
-        sources: What has the same rows, and is read of what is kept or at hand.
-        restored: How a part of the value is restored from that part of the sources.
-    """
-
-    value: int
-    sources: tuple[int, ...]
-    restored: tuple[Unpacking | Equation, ...]
-
-    @property
-    def unpacked(self) -> tuple[int, ...]:
-        """The residuals to unpack, in order."""
-        return tuple(r.value for r in self.restored if isinstance(r, Unpacking))
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One equation of the backward pass and what must be at hand for it.
-
-    Attributes:
-        equation: The equation; `None` stands for returning the gradients.
-        begins: Whether a stretch begins before it.
-        cotangents: If so, the values of the backward pass that go through the tie.
-        awaited: Those of them that the tie need only wait for.
-        given: If so, the saved values and small arguments that go through the tie.
-        restored: How what is missing is restored, in order: residuals to unpack,
-            equations of the forward pass to run again, and what is restored in parts.
-        delayed: The large arguments to read no earlier than the stretch begins.
-        joined: What of the equation's operands goes through one tie before it.
-    """
-
-    equation: Equation | None
-    begins: bool
-    cotangents: tuple[int, ...]
-    awaited: tuple[int, ...]
-    given: tuple[int, ...]
-    restored: tuple[Unpacking | Equation | InParts, ...]
-    delayed: tuple[int, ...]
-    joined: tuple[int, ...]
-
-    @property
-    def unpacked(self) -> tuple[int, ...]:
-        """The residuals to unpack, in order."""
-        return tuple(r.value for r in self.pieces if isinstance(r, Unpacking))
-
-    @property
-    def recomputed(self) -> tuple[Equation, ...]:
-        """The equations of the forward pass to run again, in order."""
-        return tuple(r for r in self.pieces if isinstance(r, Equation))
-
-    @property
-    def pieces(self) -> Iterator[Unpacking | Equation]:
-        """What is restored, in order, as if nothing were restored in parts."""
-        for item in self.restored:
-            if isinstance(item, InParts):
-                yield from item.restored
-            else:
-                yield item
-
-
-# Larger arguments do not go through ties: XLA copies an argument that it must keep.
-# Smaller values are not worth an order.
-_SMALL_NBYTES = 16 * 1024
 
 # A stretch that begins early keeps equations out of the one before, where they would be
 # done by then.
@@ -242,7 +157,9 @@ class _Builder:
             results = self._program.gradients
             eqn = step.equation
             later.update(values_of(results) if eqn is None else eqn.input_values)
-            step = dataclasses.replace(step, restored=self._in_parts(step, later))
+            step = dataclasses.replace(
+                step, restored=in_parts(self._program, step, later)
+            )
             later.update(v for eqn in step.recomputed for v in eqn.input_values)
             if step.begins:
                 later = set()
@@ -266,7 +183,7 @@ class _Builder:
         for now, value in enumerate(restored):
             if value not in self._compressed:
                 order[self._recomputed[value]] = None
-                if self._is_large(value):
+                if self._program.is_large(value):
                     partial.append(value)
                 continue
             behind = tuple(v for v in partial if last_use.get(v, -1) >= now)
@@ -277,51 +194,10 @@ class _Builder:
                 partial.clear()
         return tuple(order)
 
-    def _in_parts(
-        self, step: Step, read: Container[int]
-    ) -> tuple[Unpacking | Equation | InParts, ...]:
-        """Returns how a step restores what is missing, a value in parts if it can.
-
-        It can where several large residuals are unpacked for one large value and all
-        that is large is made row by row.
-
-        Args:
-            step: The step.
-            read: What the step's equation and the rest of the stretch read.
-        """
-        pieces = {v: r for r in step.pieces for v in _made(r)}
-        large = {v: r for v, r in pieces.items() if self._is_large(v)}
-        wanted = [v for v in large if v in read]
-        if sum(isinstance(r, Unpacking) for r in large.values()) < 2:
-            return step.restored
-        if len(wanted) != 1 or not self._program.avals[wanted[0]].shape:
-            return step.restored
-        num_rows = self._program.avals[wanted[0]].shape[0]
-        sources: dict[int, None] = {}
-        made: dict[Unpacking | Equation, None] = {}
-        for value, piece in pieces.items():
-            if isinstance(piece, Unpacking) and value in large:
-                if self._program.avals[value].shape[:1] != (num_rows,):
-                    return step.restored
-                sources[value] = None
-            elif isinstance(piece, Equation):
-                by_rows = rows_read(piece, num_rows) if value in large else ()
-                if by_rows is None:
-                    return step.restored
-                rows = _where(piece.inputs, by_rows)
-                # Of what is there in parts alone nothing else can be made.
-                if not large.keys() & set(piece.input_values) <= rows:
-                    return step.restored
-                sources.update((v, None) for v in rows if v not in large)
-            if value in large:
-                made[piece] = None
-        before = tuple(item for item in step.restored if item not in made)
-        return *before, InParts(wanted[0], tuple(sources), tuple(made))
-
     def _joined(
         self, inputs: Sequence[int], restored: Sequence[int]
     ) -> tuple[int, ...]:
-        large = [v for v in inputs if self._is_large(v)]
+        large = [v for v in inputs if self._program.is_large(v)]
         new = [v for v in large if v in restored and not self._is_turned(v)]
         cotangents = [v for v in large if v in self._made]
         return (*cotangents, *new) if cotangents and new else ()
@@ -343,7 +219,7 @@ class _Builder:
         what was made of it. None if nothing is unpacked before the next expensive one.
         """
         backward = self._program.backward
-        fresh = {v for v in self._fresh if self._is_large(v)}
+        fresh = {v for v in self._fresh if self._program.is_large(v)}
         nbytes: list[int] = []
         for place in range(now, len(backward) + 1):
             eqn = backward[place] if place < len(backward) else None
@@ -359,7 +235,7 @@ class _Builder:
                 far_less = _FAR_LESS * least < nbytes[-1]
                 return now + nbytes.index(least) if far_less else place
             if eqn is not None:
-                fresh.update(v for v in eqn.outputs if self._is_large(v))
+                fresh.update(v for v in eqn.outputs if self._program.is_large(v))
         return None
 
     def _sources_waited(self, now: int) -> bool:
@@ -368,7 +244,7 @@ class _Builder:
         That is, if a large residual was unpacked for it, that it does not read itself,
         and the equations up to the next expensive one read it.
         """
-        large = {v for v in self._known & self._compressed if self._is_large(v)}
+        large = {v for v in self._known & self._compressed if self._program.is_large(v)}
         if not large or not self._expensive_since_begin:
             return False
         before = self._program.backward[now - 1]
@@ -394,17 +270,15 @@ class _Builder:
             for v in sorted(read)
             if v < self._program.num_arguments
             and v not in self._compressed
-            and self._is_large(v)
+            and self._program.is_large(v)
         )
 
     def _effort(self, value: int) -> tuple[int, int]:
         return self._nbytes(value), self._depths.get(value, 0)
 
     def _goes_through_ties(self, value: int) -> bool:
-        return value >= self._program.num_arguments or not self._is_large(value)
-
-    def _is_large(self, value: int) -> bool:
-        return is_large(self._program, value)
+        # XLA copies an argument that it must keep.
+        return value >= self._program.num_arguments or not self._program.is_large(value)
 
     def _nbytes(self, value: int) -> int:
         return self._program.nbytes(value)
@@ -436,20 +310,6 @@ class _Builder:
                     sorted((v for v in operands if v not in begun), key=self._effort)
                 )
         return list(missing)
-
-
-def _made(item: Unpacking | Equation) -> tuple[int, ...]:
-    return item.outputs if isinstance(item, Equation) else (item.value,)
-
-
-def _where(atoms: Iterable[Atom], chosen: Iterable[bool]) -> set[int]:
-    pairs = zip(atoms, chosen, strict=False)
-    return {atom for atom, take in pairs if take and isinstance(atom, int)}
-
-
-def is_large(program: Program, value: int) -> bool:
-    """Returns whether a value is worth an order."""
-    return program.nbytes(value) > _SMALL_NBYTES
 
 
 def _depths(program: Program, at_hand: set[int]) -> dict[int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from dafjax._bodies import alive_values
-from dafjax._equation import Atom, Constant, Equation, evaluate, values_of
+from dafjax._equation import Atom, Equation, evaluate, look_up, values_of
 from dafjax._graph import Graph, flatten, live_equations
 from dafjax._primitives import is_amplifying, is_cheap
 from dafjax._residuals import trace_like
@@ -180,11 +180,8 @@ def _segment(
     def run(*arguments: Any) -> list[Any]:
         env = dict(zip(inputs, arguments, strict=True))
 
-        def read(atom: Atom) -> Any:
-            return atom.value if isinstance(atom, Constant) else env[atom]
-
         for eqn in equations:
-            results = evaluate(eqn, [read(atom) for atom in eqn.inputs])
+            results = evaluate(eqn, look_up(eqn.inputs, env))
             env.update(zip(eqn.outputs, results, strict=True))
         return [env[v] for v in outputs]
 

@@ -266,7 +266,9 @@ def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once():
 
 
 def restore_whole(monkeypatch):
-    monkeypatch.setattr(_Builder, "_in_parts", lambda self, step, read: step.restored)
+    monkeypatch.setattr(
+        _schedule, "in_parts", lambda program, step, read: step.restored
+    )
 
 
 def test_without_ties_of_operands_copies_of_cotangents_wait(monkeypatch):

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax import _parts
+from dafjax import _parts, _schedule
 from dafjax._by_rows import evaluate_on_rows, rows_read
 from dafjax._equation import call_equation
 from dafjax._residuals import differentiate
-from dafjax._schedule import _Builder
 from dafjax.codecs import Affine, Bitmask
 from tests import networks
 from tests.helpers import like
@@ -101,12 +100,14 @@ def counted_parts(monkeypatch):
         counts.append(arguments[-1])
         return restore(*arguments)
 
-    monkeypatch.setattr("dafjax._passes.restore_in_parts", counting)
+    monkeypatch.setattr("dafjax._backward_pass.restore_in_parts", counting)
     return counts
 
 
 def whole(monkeypatch):
-    monkeypatch.setattr(_Builder, "_in_parts", lambda self, step, read: step.restored)
+    monkeypatch.setattr(
+        _schedule, "in_parts", lambda program, step, read: step.restored
+    )
 
 
 @pytest.mark.parametrize(("batch", "parts"), [(32, 8), (12, 6), (10, 5), (7, None)])

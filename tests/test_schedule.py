@@ -11,7 +11,8 @@ from dafjax._bits import Bits
 from dafjax._planner import make_plan
 from dafjax._primitives import is_cheap
 from dafjax._residuals import differentiate
-from dafjax._schedule import InParts, Unpacking, _Builder, schedule_backward
+from dafjax._schedule import _Builder, schedule_backward
+from dafjax._steps import InParts, Unpacking
 from dafjax.policies import CompressExpensive
 from tests import networks
 

@@ -1,0 +1,28 @@
+"""Arrays that XLA cannot use before something else is there."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def not_before(token: jax.Array, value: jax.Array) -> jax.Array:
+    """Returns an array that XLA cannot read, or copy, before the token is there.
+
+    Unlike a tie it copies nothing where the array is rearranged anyway.
+
+    Args:
+        token: A scalar that is 0, which XLA does not know.
+        value: Any array. Of keys their data wait.
+    """
+    if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+        data = not_before(token, jax.random.key_data(value))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    if not can_be_tied(value):
+        return value
+    return jax.lax.select(token == 0, value, jnp.zeros_like(value))
+
+
+def can_be_tied(value: Any) -> bool:
+    """Returns whether a value is an array of numbers, and not one of keys."""
+    return not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
