@@ -178,6 +178,22 @@ def multiplies_elements(primitive: str) -> bool:
     return primitive == "mul"
 
 
+def is_reduction(primitive: str, num_elements: int, reduced_from: int) -> bool:
+    """Returns whether a result is worth no codes beside what it was reduced from.
+
+    Args:
+        primitive: What made it, a sum or a slice for example.
+        num_elements: Its elements.
+        reduced_from: Those of the largest operand.
+    """
+    return is_cheap(primitive) and num_elements * _REDUCTION <= reduced_from
+
+
+# A raw value this many times smaller than what it was reduced from costs no more than
+# the codes of that would at 2 bits of 32.
+_REDUCTION = 16
+
+
 def keeps_elements(primitive: str) -> bool:
     """Returns whether elements are moved, repeated or negated, and no more."""
     return primitive in _ELEMENT_KEEPING

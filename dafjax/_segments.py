@@ -12,10 +12,12 @@ import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, final
 
+import jax.numpy as jnp
+
 from dafjax._bodies import alive_values
 from dafjax._equation import Atom, Equation, evaluate, look_up, values_of
 from dafjax._graph import Graph, flatten, live_equations
-from dafjax._primitives import is_amplifying, is_cheap
+from dafjax._primitives import is_amplifying, is_cheap, is_reduction
 from dafjax._residuals import trace_like
 from dafjax._tracing import ClosedJaxpr
 
@@ -97,7 +99,11 @@ def cut(
 def _find_cuts(
     graph: Graph, equations: Sequence[Equation], alive: Container[int]
 ) -> dict[int, int]:
-    """Returns before which equations a cut can be: the elements that wait there."""
+    """Returns before which equations a cut can be: the elements that wait there.
+
+    Not where a reduction waits, as the first token of the last layer: what a segment
+    starts from is packed, and a reduction inside of one is not.
+    """
     last_use = {v: now for now, eqn in enumerate(equations) for v in eqn.input_values}
     last_use.update(dict.fromkeys(values_of(graph.outputs), len(equations)))
 
@@ -106,13 +112,35 @@ def _find_cuts(
         return is_large and value not in alive and last_use.get(value, -1) > now
 
     waiting = {v for v in range(graph.num_inputs) if waits(v, -1)}
+    reductions = _reductions(graph, equations, alive)
     cuts: dict[int, int] = {}
     for now, eqn in enumerate(equations):
-        if now > 0 and len(waiting) == 1:
+        if now > 0 and len(waiting) == 1 and reductions.isdisjoint(waiting):
             (value,) = waiting
             cuts[now] = graph.avals[value].size
         waiting = {v for v in (*waiting, *eqn.outputs) if waits(v, now)}
     return cuts
+
+
+def _reductions(
+    graph: Graph, equations: Sequence[Equation], alive: Container[int]
+) -> set[int]:
+    """Returns the values that a plan keeps as they are, and what follows cheaply."""
+
+    def varies(value: int) -> bool:
+        return value not in alive and _is_floating(graph, value)
+
+    found: set[int] = set()
+    for eqn in equations:
+        reduced_from = max(eqn.operand_sizes, default=0)
+        read = set(filter(varies, eqn.input_values))
+        follows = is_cheap(eqn.primitive) and bool(read) and read <= found
+        found.update(
+            v
+            for v in eqn.outputs
+            if follows or is_reduction(eqn.primitive, graph.avals[v].size, reduced_from)
+        )
+    return found
 
 
 def _effort(graph: Graph, equation: Equation) -> int:
@@ -192,6 +220,10 @@ def _segment(
         activations=tuple(n for n, v in enumerate(inputs) if v not in alive),
         ends=all(_nbytes(graph, v) <= _SMALL_NBYTES for v in outputs),
     )
+
+
+def _is_floating(graph: Graph, value: int) -> bool:
+    return bool(jnp.issubdtype(graph.avals[value].dtype, jnp.floating))
 
 
 def _nbytes(graph: Graph, value: int) -> int:

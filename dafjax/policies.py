@@ -7,7 +7,7 @@ from typing import TypeAlias, final
 import jax.numpy as jnp
 
 from dafjax._bits import matches
-from dafjax._primitives import is_cheap, is_continuous, is_product
+from dafjax._primitives import is_cheap, is_continuous, is_product, is_reduction
 from dafjax.codecs import AbstractCodec, Bitmask
 
 
@@ -138,11 +138,6 @@ _CODED_DTYPES = frozenset(
     jnp.dtype(dtype) for dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
 )
 
-# A raw value this many times smaller than what it was reduced from costs no more than
-# the codes of that would at 2 bits of 32.
-_REDUCTION = 16
-
-
 # So many times fewer elements at 8 bits instead of 2 cost less than one at 2.
 _EXPANSION = 3
 
@@ -235,7 +230,9 @@ class CompressExpensive(AbstractPolicy):
             if cheap and residual.sources == 0:
                 return Recompute()
             return Compress(Bitmask()) if residual.dtype == jnp.bool_ else Save()
-        if cheap and residual.num_elements * _REDUCTION <= residual.reduced_from:
+        if is_reduction(
+            residual.primitive, residual.num_elements, residual.reduced_from
+        ):
             return Save()
         if self._expands(residual):
             return Recompute()

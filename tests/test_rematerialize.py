@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax import _remat_compress
+from dafjax import _remat_compress, _segments
 from dafjax._segments import cut
 from dafjax._ties import Ties
 from dafjax._tracing import as_function
@@ -88,6 +88,39 @@ def test_a_function_without_a_place_to_cut_is_one_segment():
     x = jnp.ones((128, 128))
     segments, _ = cut(jax.make_jaxpr(two_streams)(x, x, x), (0, 1))
     assert len(segments) == 1
+
+
+def classifier_loss(p, x):
+    """A head reads the first token of the last layer, as a RoBERTa's does."""
+    for w in p["layers"]:
+        x = x + jnp.tanh(x @ w)
+    first = jnp.where(x[:, 0] > 0, x[:, 0], 0.0) / 0.9
+    return jnp.mean(jnp.tanh(first @ p["head"]) ** 2)
+
+
+def classifier_example(key):
+    keys = jax.random.split(key, 3)
+    p = {
+        "layers": [*(0.1 * jax.random.normal(keys[0], (4, 128, 128)))],
+        "head": 0.1 * jax.random.normal(keys[1], (128, 16)),
+    }
+    return p, jax.random.normal(keys[2], (64, 32, 128))
+
+
+def test_no_segment_starts_from_a_reduction(monkeypatch, key):
+    """It would be packed there. What the head makes itself is small, and exact."""
+    p, x = classifier_example(key)
+    want = jax.grad(classifier_loss)(p, x)["head"]
+
+    def error():
+        return relative_error(
+            jax.grad(rematerialized(classifier_loss))(p, x)["head"], want
+        )
+
+    assert error() < 1e-5
+    monkeypatch.setattr(_segments, "is_reduction", lambda *_: False)
+    jax.clear_caches()
+    assert error() > 0.1
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
