@@ -216,6 +216,17 @@ BUGS_OF_POOLS = {
         "  if (failure == nullptr) failure = host_packer_.WaitForAll(stream);\n",
         "",
     ),
+    "the CPU packs into pages that were taken away": (
+        "device_pool/device_pool.cu",
+        "    if (const Failure failure = host_packer_.WaitFor(stream, last_pack)) "
+        "return failure;\n",
+        "",
+    ),
+    "what was mapped before goes with a refused pin": (
+        "device_pool/mapped_memory.cu",
+        "} else if (state == State::kInUse) {",
+        "} else {",
+    ),
     "the CPU packs before the GPU has quantized": (
         "device_pool/host_packer.cu",
         "failure = WhatFailed(cudaStreamWaitEvent(stream_, slot.written, 0));",

@@ -247,10 +247,12 @@ class Scenario {
     CheckPinned();
   }
 
-  // Memory is refused next to released memory that has yet to be read.
+  // Memory is refused next to released memory that has been written and has yet to be
+  // read.
   void FailToGrow() {
     const AffineShape shape = {FloatType::kFloat32, 1, 1024, 1, 600000, 0};
     PutThis(shape, 8);
+    CHECK(cudaEventSynchronize(puts_.back().done) == 0);
     LoadSome(0);
     CheckOk(pool_.SetBudget(4 * kPage));
     ++run_;
@@ -268,6 +270,8 @@ class Scenario {
     PutThis({FloatType::kFloat32, 1, 1024, 1, 600000, 0}, 8);
     PutThis({FloatType::kFloat32, 1, 64, 1, 20000, 20000}, 8);
     CHECK(stats().evictions > 0);
+    // The GPU is done before the CPU begins.
+    CHECK(cudaEventSynchronize(puts_.back().done) == 0);
     LoadSome(1);
     LoadSome(0);
     Synchronize();
@@ -525,7 +529,7 @@ void TestMemoryIsGivenBackWhenItHasBeenRead() {
 }
 
 void TestPagesThatAreTakenAwayAreNotPackedInto() {
-  Scenario({7, 1, 100, 12 * kPage, 1, pool::Packer::kCpu}).EvictWhatIsYetToBePacked();
+  Scenario({7, 1, 100, 10 * kPage, 1, pool::Packer::kCpu}).EvictWhatIsYetToBePacked();
 }
 
 void TestSlotsThatAreUsedAgain() {
