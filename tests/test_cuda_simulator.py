@@ -28,7 +28,8 @@ CODES = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/bitmask.cu", "cuda/copy.cu",
          "cuda/pack_affine.cu", "cuda/unpack_affine.cu")  # fmt: skip
 POOLS = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/copy.cu", "cuda/notes.cu",
          "cuda/pack_entry.cu", "cuda/unpack_entry.cu", "cuda/update_table.cu",
-         "device_pool/device_pool.cu", "device_pool/host_packer.cu",
+         "device_pool/device_pool.cu", "device_pool/entry_packer.cu",
+         "device_pool/host_packer.cu",
          "device_pool/mapped_memory.cu", "device_pool/note_queue.cu",
          "device_pool/told_entries.cu",
          "pool/allocation.cc", "pool/bit_allocator.cc",
@@ -213,14 +214,13 @@ BUGS_OF_POOLS = {
     ),
     "the GPU loads before the CPU has packed": (
         "device_pool/device_pool.cu",
-        "  if (failure == nullptr) failure = host_packer_.WaitForAll(stream);\n",
+        "  if (failure == nullptr) failure = packer_.WaitForAll(stream);\n",
         "",
     ),
     "the CPU packs into pages that were taken away": (
-        "device_pool/device_pool.cu",
-        "    if (const Failure failure = host_packer_.WaitFor(stream, last_pack)) "
-        "return failure;\n",
-        "",
+        "device_pool/entry_packer.cu",
+        "return host_.WaitFor(stream, last);",
+        "return nullptr;",
     ),
     "what was mapped before goes with a refused pin": (
         "device_pool/mapped_memory.cu",

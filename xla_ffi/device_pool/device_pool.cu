@@ -1,11 +1,8 @@
 #include "device_pool/device_pool.h"
 
-#include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,11 +10,9 @@
 #include "cuda/device.h"
 #include "cuda/entry_table.h"
 #include "cuda/pool_kernels.h"
-#include "device_pool/host_packer.h"
-#include "device_pool/lap_timer.h"
+#include "device_pool/entry_packer.h"
 #include "device_pool/mapped_memory.h"
 #include "device_pool/note_queue.h"
-#include "device_pool/packer_choice.h"
 #include "device_pool/pinned_blocks.h"
 #include "device_pool/stream_order.h"
 #include "device_pool/told_entries.h"
@@ -85,7 +80,7 @@ class CudaDevicePool final : public DevicePool {
   pool::Memory* memory() override { return &memory_; }
   Status Settle() override;
   int64_t num_refused() const override;
-  pool::Packer packer() const override { return packer_; }
+  pool::Packer packer() const override { return packer_.packer(); }
 
  private:
   bool Has(cudaDeviceAttr attribute) const;
@@ -101,9 +96,6 @@ class CudaDevicePool final : public DevicePool {
 
   Status Write(const DevicePut& put, int64_t list_nbytes, const pool::PutView& view,
                const pool::Handle& handle);
-  Failure ChoosePacker(const DevicePut& put);
-  Failure Pack(const DevicePut& put, const AffineShape& shape,
-               const pool::PutView& view, const DeviceEntry& entry);
   Failure TellChanges(Stream stream);
   Failure NoteRanges(const DevicePut& put, const DeviceEntry& entry);
   void UnmapSealed();
@@ -121,13 +113,7 @@ class CudaDevicePool final : public DevicePool {
   LoadFaults* faults_on_device_ = nullptr;
   LoadFaults faults_told_ = {};
   NoteQueue notes_;
-  HostPacker host_packer_;
-  // Of each entry by its slot, the number of the pack that the CPU makes of it, or 0.
-  std::vector<uint64_t> packs_;
-  std::atomic<pool::Packer> packer_{pool::Packer::kGpu};
-  PackerChoice choice_{pool::Packer::kGpu};
-  LapTimer timer_;
-  std::optional<int64_t> last_run_id_;
+  EntryPacker packer_;
   // For what no program enqueues.
   Stream own_stream_ = nullptr;
   // Whether memory is sealed; and whether the event has been recorded since, after which
@@ -158,11 +144,11 @@ Status CudaDevicePool::CheckAttributes() const {
 
 Failure CudaDevicePool::Allocate() {
   if (const Failure failure = order_.Start()) return failure;
-  if (const Failure failure = host_packer_.Start(pack_)) return failure;
   // Codes that cross a bus to be packed cost more than they save.
   const bool gpu_packs = pool_->packer() == pool::Packer::kAuto &&
                          !Has(cudaDevAttrIntegrated);
-  choice_ = PackerChoice(gpu_packs ? pool::Packer::kGpu : pool_->packer());
+  const pool::Packer packer = gpu_packs ? pool::Packer::kGpu : pool_->packer();
+  if (const Failure failure = packer_.Start(pack_, packer)) return failure;
   if (const Failure failure =
           WhatFailed(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking))) {
     return failure;
@@ -186,7 +172,7 @@ Failure CudaDevicePool::Allocate() {
 // Returns when the device, and the CPU behind it, have done all that they were told.
 void CudaDevicePool::Wait() {
   order_.Wait();
-  host_packer_.Synchronize();
+  packer_.Synchronize();
 }
 
 CudaDevicePool::~CudaDevicePool() {
@@ -200,7 +186,7 @@ Status CudaDevicePool::Put(const DevicePut& put) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Status status = Enter(put.stream);
   if (!status.ok()) return status;
-  if (const Failure failure = ChoosePacker(put)) return StatusOf(failure);
+  if (const Failure failure = packer_.Choose(put)) return StatusOf(failure);
   const int64_t list_nbytes = ToldEntries::ListNbytesOf(put.shape, put.max_bits);
   if (list_nbytes > kMaxListPages * pool::kPageNbytes) {
     return {Code::kInvalidArgument,
@@ -238,50 +224,9 @@ Status CudaDevicePool::Write(const DevicePut& put, int64_t list_nbytes,
     failure = entries_.Tell(put.stream, put.shape, list_nbytes, view, handle, put.handle,
                             &entry);
   }
-  if (failure == nullptr) failure = Pack(put, shape, view, entry);
+  if (failure == nullptr) failure = packer_.Pack(put, shape, view, entry);
   if (failure == nullptr && pool_->measures()) failure = NoteRanges(put, entry);
   return failure == nullptr ? writing.Commit() : StatusOf(failure);
-}
-
-// Enqueues what encodes the entry, by the GPU alone or together with the CPU.
-Failure CudaDevicePool::Pack(const DevicePut& put, const AffineShape& shape,
-                             const pool::PutView& view, const DeviceEntry& entry) {
-  const uint32_t slot_of_entry = entry.handle.words[0];
-  if (packs_.size() <= slot_of_entry) packs_.resize(slot_of_entry + 1);
-  uint64_t& number = packs_[slot_of_entry];
-  number = 0;
-  if (packer_ == pool::Packer::kGpu || view.num_planes == 0 ||
-      !HostPacker::Fits(entry.num_tiles)) {
-    return PackEntryOnDevice(put.stream, shape, put.stochastic, put.seed, put.x,
-                             view.num_planes > 0, entry.pages);
-  }
-  uint16_t* slot = nullptr;
-  Failure failure = host_packer_.Begin(put.stream, entry.num_tiles, &slot);
-  if (failure == nullptr) {
-    failure = QuantizeEntryOnDevice(put.stream, shape, put.stochastic, put.seed, put.x,
-                                    entry.pages, slot);
-  }
-  if (failure != nullptr) return failure;
-  std::vector<uint8_t*> pages;
-  for (int i = 0; i < view.num_planes; ++i) {
-    const pool::PlaneTable<uint8_t>& plane = view.planes[i];
-    pages.insert(pages.end(), plane.pages, plane.pages + plane.num_pages);
-  }
-  return host_packer_.End(put.stream, shape.bits, entry.num_tiles, std::move(pages),
-                          &number);
-}
-
-// Who packs changes between executions alone.
-Failure CudaDevicePool::ChoosePacker(const DevicePut& put) {
-  if (last_run_id_ == put.execution.run_id) return nullptr;
-  last_run_id_ = put.execution.run_id;
-  if (choice_.is_open()) {
-    if (const Failure failure = timer_.Lap(put.stream)) return failure;
-    float time = 0;
-    while (timer_.Take(&time)) choice_.Add(time);
-  }
-  packer_ = choice_.Begin();
-  return nullptr;
 }
 
 Status CudaDevicePool::Get(Stream stream, const AffineShape& shape, const uint32_t* handle,
@@ -292,9 +237,10 @@ Status CudaDevicePool::Get(Stream stream, const AffineShape& shape, const uint32
   // Changes that no put has told of: what was collected.
   Failure failure = TellChanges(stream);
   // Which entry it will be is not known: all that the CPU is to pack comes first.
-  if (failure == nullptr) failure = host_packer_.WaitForAll(stream);
+  if (failure == nullptr) failure = packer_.WaitForAll(stream);
   if (failure == nullptr) {
-    failure = UnpackEntryOnDevice(stream, shape, entries_.table(), handle, y, faults_on_device_);
+    failure = UnpackEntryOnDevice(stream, shape, entries_.table(), handle, y,
+                                  faults_on_device_);
   }
   return failure == nullptr ? Leave(stream) : StatusOf(failure);
 }
@@ -394,13 +340,9 @@ Failure CudaDevicePool::TellChanges(Stream stream) {
   while (true) {
     const int count = pool_->TakeChanges(changes, TableUpdate::kMaxChanges);
     if (count == 0) return nullptr;
-    // What the CPU has yet to write into pages that were taken away.
-    uint64_t last_pack = 0;
-    for (int i = 0; i < count; ++i) {
-      const uint32_t slot = changes[i].slot;
-      if (slot < packs_.size()) last_pack = std::max(last_pack, packs_[slot]);
+    if (const Failure failure = packer_.WaitForChanged(stream, changes, count)) {
+      return failure;
     }
-    if (const Failure failure = host_packer_.WaitFor(stream, last_pack)) return failure;
     if (const Failure failure = entries_.TellChanges(stream, changes, count)) {
       return failure;
     }
