@@ -11,8 +11,8 @@ import numpy as np
 
 CHOICES = (1, 2, 3, 4, 8)
 
-# Twice as many, as far as there are codes of so many bits.
-_NONLINEAR = {1: 2, 2: 4, 3: 8, 4: 8, 8: 8}
+# As far as there are codes of so many bits.
+TWICE = {1: 2, 2: 4, 3: 8, 4: 8, 8: 8}
 
 
 def _check(name: str, bits: Any) -> None:
@@ -63,6 +63,10 @@ class Bits:
     A residual that enters through an exponential, as queries and keys do where
     attention is recomputed from them, has 8 bits, whatever is said here.
 
+    What is small beside the others, as between the factors of a low-rank adapter, gets
+    twice the bits unless it is named, for a 32nd more in all at most: its noise counts
+    as much as that of what is large.
+
     Attributes:
         linear: Bits of residuals that enter gradients linearly.
         nonlinear: Bits of the others. `None`: twice as many, 8 at most.
@@ -89,7 +93,7 @@ class Bits:
     def __post_init__(self) -> None:
         _check("linear", self.linear)
         if self.nonlinear is None:
-            object.__setattr__(self, "nonlinear", _NONLINEAR[self.linear])
+            object.__setattr__(self, "nonlinear", TWICE[self.linear])
         _check("nonlinear", self.nonlinear)
         names = self.names
         pairs = tuple(names.items() if isinstance(names, Mapping) else names)
@@ -117,6 +121,10 @@ class Bits:
     def _pairs(self) -> tuple[tuple[str, int], ...]:
         assert isinstance(self.names, tuple)
         return self.names
+
+    def has_named(self, names: Sequence[str]) -> bool:
+        """Returns whether one of some names has bits of its own."""
+        return any(matches(pattern, names) for pattern in self.patterns)
 
     def of(self, names: Sequence[str], use: Use) -> int:
         """Returns the bits of a residual.

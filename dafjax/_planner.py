@@ -18,6 +18,7 @@ from dafjax._primitives import is_amplifying, is_cheap, needs_exact_operands
 from dafjax._rectifiers import find_rectifiers, selection
 from dafjax._residuals import Program
 from dafjax._shares import Total, find_totals, total_of_codes
+from dafjax._spare_bits import with_spare_bits
 from dafjax._steering import find_steering
 from dafjax._tracing import names_of_place
 from dafjax.codecs import AbstractCodec, Affine
@@ -112,6 +113,12 @@ def make_plan(
     inexact = [value for value in kept if _is_inexact(decisions[value])]
     uses = find_uses(program, recomputed, inexact)
     channels = find_channels(program, activations)
+    num_bits = {v: bits.of(names[v], uses.get(v, Use.LINEAR)) for v in kept}
+    open_to_more = [v for v in inexact if not bits.has_named(names[v])]
+    num_bits |= with_spare_bits(
+        {v: num_bits[v] for v in open_to_more},
+        {v: program.avals[v].size for v in open_to_more},
+    )
     return ProgramPlan(
         program=program,
         fingerprint=fingerprint,
@@ -124,7 +131,7 @@ def make_plan(
                 producers.get(value),
                 decisions[value],
                 _default_codec(
-                    bits.of(names[value], uses.get(value, Use.LINEAR)),
+                    num_bits[value],
                     tuple(program.avals[value].shape),
                     has_channels=value in channels,
                 ),

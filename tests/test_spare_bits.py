@@ -1,0 +1,86 @@
+"""Twice the bits for what is small."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dafjax
+from dafjax import _planner
+from dafjax._spare_bits import with_spare_bits
+from tests.helpers import relative_error
+
+
+def test_the_smallest_have_twice_the_bits():
+    bits = {0: 2, 1: 2, 2: 4, 3: 8, 4: 1}
+    sizes = {0: 10_000, 1: 100, 2: 10, 3: 1, 4: 10}
+    assert with_spare_bits(bits, sizes) == {0: 2, 1: 4, 2: 8, 3: 8, 4: 2}
+
+
+@pytest.mark.parametrize(("small", "raised"), [(60, True), (70, False)])
+def test_it_costs_a_32nd_at_most(small, raised):
+    bits = with_spare_bits({0: 2, 1: 2, 2: 2}, {0: 4000, 1: small, 2: small})
+    assert bits == {0: 2, 1: 4, 2: 4} if raised else {0: 2, 1: 2, 2: 2}
+
+
+def test_of_one_size_all_have_them_or_none():
+    same = dict.fromkeys(range(100), 2)
+    assert with_spare_bits(same, dict.fromkeys(range(100), 50)) == same
+    assert with_spare_bits({}, {}) == {}
+
+
+WIDTH, RANK = 256, 4
+
+
+def adapted_loss(p, x):
+    """Layers with adapters, whose weights alone are trained."""
+    for a, b, w in zip(p["a"], p["b"], p["w"], strict=True):
+        x = x + jnp.tanh(x @ jax.lax.stop_gradient(w) + (x @ a) @ b)
+    return jnp.mean(x**2)
+
+
+def adapted_example(key):
+    keys = jax.random.split(key, 4)
+    shapes = {"a": (WIDTH, RANK), "b": (RANK, WIDTH), "w": (WIDTH, WIDTH)}
+    p = {
+        name: list(0.06 * jax.random.normal(k, (4, *shape)))
+        for k, (name, shape) in zip(keys, shapes.items(), strict=False)
+    }
+    return p, jax.random.normal(keys[3], (2048, WIDTH))
+
+
+def bits_of_hidden(plan):
+    return [k.codec.bits for k in plan.kept if k.codec and k.shape[-1] == RANK]
+
+
+@pytest.mark.parametrize("bits", [2, dafjax.Bits(2, nonlinear=2)])
+def test_values_between_the_factors_of_an_adapter_have_twice_the_bits(bits, key):
+    p, x = adapted_example(key)
+    plan = dafjax.saved_residuals(dafjax.remat_compress(adapted_loss, bits=bits), p, x)
+    found = bits_of_hidden(plan)
+    assert len(found) == 4
+    assert set(found) == {4}
+
+
+def test_what_is_named_has_the_bits_that_it_was_given(key):
+    p, x = adapted_example(key)
+
+    def loss(p, x):
+        with jax.named_scope("all"):
+            return adapted_loss(p, x)
+
+    wrapped = dafjax.remat_compress(loss, bits={"all": 2})
+    assert set(bits_of_hidden(dafjax.saved_residuals(wrapped, p, x))) == {2}
+
+
+def test_the_gradient_of_an_adapter_has_less_noise(monkeypatch, key):
+    p, x = adapted_example(key)
+    want = jax.grad(adapted_loss)(p, x)["b"]
+
+    def error():
+        wrapped = dafjax.remat_compress(adapted_loss)
+        return relative_error(jax.grad(wrapped)(p, x)["b"], want)
+
+    with_spare = error()
+    monkeypatch.setattr(_planner, "with_spare_bits", lambda bits, sizes: bits)
+    jax.clear_caches()
+    assert error() > 1.5 * with_spare
