@@ -28,13 +28,15 @@ def order_products(plan: ProgramPlan) -> tuple[Equation, ...]:
         The equations of `plan.program.backward`, each after those that it reads.
     """
     program = plan.program
-    # Everything that a product may read and that need not be restored for it.
-    at_hand = {v for eqn in program.backward for v in eqn.outputs}
-    at_hand.update(program.cotangents, plan.arguments)
-    at_hand.update(item.value for item in plan.kept if item.codec is None)
+    # What is unpacked, or recomputed from that. Weights that are turned round are not.
+    coded = {item.value for item in plan.kept if item.codec is not None}
+    for equation in program.forward:
+        if not coded.isdisjoint(equation.input_values):
+            coded.update(equation.outputs)
+    coded.difference_update(item.value for item in plan.kept if item.codec is None)
 
     def restored(eqn: Equation) -> int:
-        return sum(program.nbytes(v) for v in {*eqn.input_values} - at_hand)
+        return sum(program.nbytes(v) for v in coded.intersection(eqn.input_values))
 
     def made(eqn: Equation) -> int:
         return sum(map(program.nbytes, eqn.outputs))

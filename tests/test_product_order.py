@@ -77,6 +77,11 @@ def test_every_equation_stays_behind_those_that_it_reads(name, request):
         at_hand.update(equation.outputs)
 
 
+def test_weights_that_are_turned_round_move_nothing(convolutions):
+    """Their gradients would wait: of large ones XLA:GPU had seven instead of three."""
+    assert order_products(convolutions) == convolutions.program.backward
+
+
 def test_cheap_equations_and_a_chain_of_products_stay_in_order(key):
     def loss(*weights):
         y = weights[0]
