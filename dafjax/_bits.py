@@ -11,7 +11,7 @@ import numpy as np
 
 CHOICES = (1, 2, 3, 4, 8)
 
-# As far as there are codes of so many bits.
+# Twice as many, or the next more that there are; 8 at most.
 TWICE = {1: 2, 2: 4, 3: 8, 4: 8, 8: 8}
 
 
@@ -64,8 +64,9 @@ class Bits:
     attention is recomputed from them, has 8 bits, whatever is said here.
 
     What is small beside the others, as between the factors of a low-rank adapter, gets
-    twice the bits unless it is named, for a 32nd more in all at most: its noise counts
-    as much as that of what is large.
+    twice the bits, for a 32nd more in all at most: its noise counts as much as that of
+    what is large. Not so what is named, nor where bits are allocated, as in a
+    `dafjax.stores.PagePool`.
 
     Attributes:
         linear: Bits of residuals that enter gradients linearly.

@@ -118,6 +118,7 @@ def _with_rule(
             activations=numbers,
             iterations=iterations or 1,
             function=name,
+            spares_bits=options.store.keeps_bits,
         )
         plan = dataclasses.replace(plan, slices=frozenset(n + shift for n in slices))
         if plan.compresses or options.policy.is_binding:

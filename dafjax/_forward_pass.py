@@ -1,7 +1,7 @@
 """The forward pass, run equation by equation; what the plan keeps is packed early."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def run_forward(
         else its handle, or `MeasuredHandle`.
     """
     token = jnp.zeros((), jnp.uint8) if after is None else after
-    forward = _ForwardPass(plan, arguments, store, ties, seed, token)
+    forward = _RunningForward(plan, arguments, store, ties, seed, token)
     for value in range(plan.program.num_arguments):
         forward.keep(value, -1)
     for now, equation in enumerate(forward.equations):
@@ -52,7 +52,8 @@ def run_forward(
     return forward.finish()
 
 
-class _ForwardPass:
+@final
+class _RunningForward:
     """What is there while the equations run."""
 
     def __init__(
@@ -75,6 +76,7 @@ class _ForwardPass:
         self._last_use = last_uses(self.equations, results)
         self._env: dict[int, Any] = dict(enumerate(arguments))
         self._stored: dict[int, ArrayTree] = {}
+        self._pinned = plan.whole_weights if ties.layouts else frozenset()
         # Packed forms that nothing later has been tied to yet.
         self._pending: list[jax.Array] = []
         # Carries the dependency on what ran to what would run at the start.
@@ -179,8 +181,7 @@ class _ForwardPass:
 
     def _delay(self, atom: Atom, operand: Any) -> Any:
         delayed = not_before(self._token, operand)
-        pinned = self._ties.layouts and atom in self._plan.whole_weights
-        return pin(delayed) if pinned else delayed
+        return pin(delayed) if atom in self._pinned else delayed
 
     def _is_made(self, value: int) -> bool:
         return value >= self._plan.program.num_arguments

@@ -41,6 +41,7 @@ def make_plan(
     activations: Iterable[int] = (),
     iterations: int = 1,
     function: str | None = None,
+    spares_bits: bool = True,
 ) -> ProgramPlan:
     """Decides what is kept of a program.
 
@@ -53,6 +54,8 @@ def make_plan(
         iterations: How often the program runs before its backward pass does, as the
             body of a loop.
         function: What tells the function from others, if not its fingerprint.
+        spares_bits: Whether small residuals get more bits. Not so where bits are
+            allocated: the planned ones are then bounds, and say how residuals are read.
 
     Returns:
         The plan.
@@ -114,11 +117,14 @@ def make_plan(
     uses = find_uses(program, recomputed, inexact)
     channels = find_channels(program, activations)
     num_bits = {v: bits.of(names[v], uses.get(v, Use.LINEAR)) for v in kept}
-    open_to_more = [v for v in inexact if not bits.has_named(names[v])]
-    num_bits |= with_spare_bits(
-        {v: num_bits[v] for v in open_to_more},
-        {v: program.avals[v].size for v in open_to_more},
-    )
+    if spares_bits:
+        of_default = {
+            value: num_bits[value]
+            for value in inexact
+            if decisions[value] == Compress() and not bits.has_named(names[value])
+        }
+        sizes = {value: program.avals[value].size for value in of_default}
+        num_bits |= with_spare_bits(of_default, sizes)
     return ProgramPlan(
         program=program,
         fingerprint=fingerprint,

@@ -18,7 +18,7 @@ def order_products(plan: ProgramPlan) -> tuple[Equation, ...]:
     """Orders the backward pass so that less is there while its products run.
 
     Two expensive equations with nothing but cheap ones between them change places where
-    both then need less memory: for what is restored to be read, and for their results.
+    both then need less memory: for what is unpacked to be read, and for their results.
     Everything else stays in order.
 
     Args:
@@ -28,12 +28,13 @@ def order_products(plan: ProgramPlan) -> tuple[Equation, ...]:
         The equations of `plan.program.backward`, each after those that it reads.
     """
     program = plan.program
-    # What is unpacked, or recomputed from that. Weights that are turned round are not.
+    # What is unpacked, or recomputed from that. What is made of arguments alone counts
+    # as nothing: weights that are turned round are read as they are.
     coded = {item.value for item in plan.kept if item.codec is not None}
+    raw = {item.value for item in plan.kept if item.codec is None}
     for equation in program.forward:
         if not coded.isdisjoint(equation.input_values):
-            coded.update(equation.outputs)
-    coded.difference_update(item.value for item in plan.kept if item.codec is None)
+            coded.update(v for v in equation.outputs if v not in raw)
 
     def restored(eqn: Equation) -> int:
         return sum(program.nbytes(v) for v in coded.intersection(eqn.input_values))

@@ -55,7 +55,8 @@ def remat_compress(
         policy: What becomes of each residual. `None`:
             `dafjax.policies.CompressExpensive()`.
         bits: Bits of a code: 1, 2, 3, 4 or 8; residuals that enter gradients in a way
-            that is not linear get twice as many. Or `"safe"` (4, 8), `"balanced"` (2,
+            that is not linear get twice as many, and so do small ones beside large
+            ones. Or `"safe"` (4, 8), `"balanced"` (2,
             4; the default) or `"tight"` (2, 2); or bits by name, as
             `{"attention*": 4}`; or `dafjax.Bits(...)`, which explains them. Or what
             bits are allocated for as the program runs, in a `dafjax.stores.PagePool`

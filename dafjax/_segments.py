@@ -125,7 +125,10 @@ def _find_cuts(
 def _reductions(
     graph: Graph, equations: Sequence[Equation], alive: Container[int]
 ) -> set[int]:
-    """Returns the values that a plan keeps as they are, and what follows cheaply."""
+    """Returns reductions, and what follows from them cheaply.
+
+    By default (`CompressExpensive`) a plan keeps them as they are.
+    """
 
     def varies(value: int) -> bool:
         return value not in alive and _is_floating(graph, value)

@@ -72,6 +72,40 @@ def test_what_is_named_has_the_bits_that_it_was_given(key):
     assert set(bits_of_hidden(dafjax.saved_residuals(wrapped, p, x))) == {2}
 
 
+def test_where_bits_are_allocated_they_stay_what_they_were(key):
+    p, x = adapted_example(key)
+    wrapped = dafjax.remat_compress(adapted_loss, store=dafjax.stores.PagePool())
+    assert set(bits_of_hidden(dafjax.saved_residuals(wrapped, p, x))) == {2}
+
+    def loss(p, x):
+        for a, b, w in zip(p["a"], p["b"], p["w"], strict=True):
+            x = x + jnp.tanh(x @ w + jax.nn.gelu(x @ a) @ b)
+        return jnp.mean(x**2)
+
+    # 8 bits for what enters nonlinearly would mean that an exponential is taken of it.
+    wrapped = dafjax.remat_compress(loss, bits=dafjax.AverageBits(1))
+    step = dafjax.adaptive_jit(jax.grad(wrapped))
+    step(p, x)
+    assert set(step.bits.values()) == {1}
+
+
+def test_codecs_of_a_policy_neither_get_bits_nor_lend_them(key):
+    p, x = adapted_example(key)
+
+    class Policy(dafjax.policies.AbstractPolicy):
+        is_binding = False
+
+        def __call__(self, residual):
+            decision = dafjax.policies.CompressExpensive()(residual)
+            is_small = residual.shape[-1:] == (RANK,)
+            if decision == dafjax.policies.Compress() and not is_small:
+                return dafjax.policies.Compress(dafjax.codecs.Affine(bits=1))
+            return decision
+
+    wrapped = dafjax.remat_compress(adapted_loss, policy=Policy())
+    assert set(bits_of_hidden(dafjax.saved_residuals(wrapped, p, x))) == {2}
+
+
 def test_the_gradient_of_an_adapter_has_less_noise(monkeypatch, key):
     p, x = adapted_example(key)
     want = jax.grad(adapted_loss)(p, x)["b"]

@@ -21,6 +21,11 @@ class AbstractStore(abc.ABC):
     returned from a traced function, stacked by `scan` and batched by `vmap`.
     """
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether codes have the bits that were planned, and none are taken away."""
+        return False
+
     @abc.abstractmethod
     def codec(
         self, wanted: AbstractCodec, *, site: str, reads: int = 0

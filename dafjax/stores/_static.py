@@ -12,6 +12,10 @@ from dafjax.stores._adaptive import Adaptive
 class AbstractStaticStore(AbstractStore):
     """A store that keeps what codecs make, and leaves bits as they were planned."""
 
+    @property
+    def keeps_bits(self) -> bool:
+        return True
+
     def codec(
         self, wanted: AbstractCodec, *, site: str, reads: int = 0
     ) -> AbstractCodec:
