@@ -103,7 +103,7 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.accuracy --seeds 5
 	$(RUN) -m benchmarks.accuracy --contenders none fixed adaptive --seeds 5 --width 8 \
 	  --epochs 3 --out benchmarks/results/accuracy_adaptive.json
-	$(RUN) -m benchmarks.accuracy --model roberta-base --lora 8 --epochs 3 \
+	$(RUN) -m benchmarks.accuracy --model roberta-base --lora 8 --epochs 3 --seeds 6 \
 	  --contenders none uniform compress adaptive \
 	  --out benchmarks/results/quality_roberta.json
 	$(RUN) -m benchmarks.accuracy --model gpt2-medium --lora 8 --epochs 3 \
