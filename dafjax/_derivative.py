@@ -23,7 +23,7 @@ from dafjax._residuals import (
     trace_like,
 )
 from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule
-from dafjax._segments import cut
+from dafjax._segments import cut, nbits_to_start_from
 from dafjax._tracing import ClosedJaxpr, as_function
 from dafjax.policies import SaveAll
 
@@ -54,8 +54,10 @@ def with_compressed_residuals(
             slices=slices,
             iterations=iterations,
             runs_again=False,
+            nbits_beside=0,
         )
     segments, results = cut(closed, activations)
+    starts = [nbits_to_start_from(segment) for segment in segments]
     functions = [
         _with_rule(
             segment.closed,
@@ -66,8 +68,9 @@ def with_compressed_residuals(
             # Neither where it starts from arguments alone, nor right before its
             # backward pass.
             runs_again=bool(segment.activations) and not segment.ends,
+            nbits_beside=sum(starts) - start,
         )
-        for segment in segments
+        for segment, start in zip(segments, starts, strict=True)
     ]
 
     def function(seed: jax.Array, *arguments: Any) -> list[Any]:
@@ -88,6 +91,7 @@ def _with_rule(
     slices: tuple[int, ...],
     iterations: int | None,
     runs_again: bool,
+    nbits_beside: int,
 ) -> Callable[..., list[Any]]:
     """Returns the function as one with a derivative rule of its own.
 
@@ -119,6 +123,7 @@ def _with_rule(
             iterations=iterations or 1,
             function=name,
             spares_bits=options.store.keeps_bits,
+            nbits_beside=nbits_beside,
         )
         plan = dataclasses.replace(plan, slices=frozenset(n + shift for n in slices))
         if plan.compresses or options.policy.is_binding:

@@ -40,6 +40,7 @@ def make_plan(
     iterations: int = 1,
     function: str | None = None,
     spares_bits: bool = True,
+    nbits_beside: int = 0,
 ) -> ProgramPlan:
     """Decides what is kept of a program.
 
@@ -54,6 +55,8 @@ def make_plan(
         function: What tells the function from others, if not its fingerprint.
         spares_bits: Whether small residuals get more bits. Not so where bits are
             allocated: the planned ones are then bounds, and say how residuals are read.
+        nbits_beside: The bits of what waits beside what is kept of the program, against
+            which residuals are small.
 
     Returns:
         The plan.
@@ -122,7 +125,8 @@ def make_plan(
             if decisions[value] == Compress() and not bits.has_named(names[value])
         }
         sizes = {value: program.avals[value].size for value in of_default}
-        num_bits |= with_spare_bits(of_default, sizes)
+        of_bodies = 8 * sum(map(program.nbytes, packed.intersection(kept)))
+        num_bits |= with_spare_bits(of_default, sizes, beside=of_bodies + nbits_beside)
     return ProgramPlan(
         program=program,
         fingerprint=fingerprint,

@@ -15,7 +15,14 @@ from typing import Any, final
 import jax.numpy as jnp
 
 from dafjax._bodies import alive_values
-from dafjax._equation import Atom, Equation, evaluate, look_up, values_of
+from dafjax._equation import (
+    Atom,
+    Equation,
+    evaluate,
+    look_up,
+    scan_arity,
+    values_of,
+)
 from dafjax._graph import Graph, flatten, live_equations
 from dafjax._primitives import is_amplifying, is_cheap, is_reduction
 from dafjax._residuals import trace_like
@@ -94,6 +101,20 @@ def cut(
         own = [eqn for eqn in equations if eqn in chosen]
         segments.append(_segment(graph, own, wanted, alive))
     return tuple(segments), graph.outputs
+
+
+def nbits_to_start_from(segment: Segment) -> int:
+    """Returns the bits of what a segment is run again from.
+
+    That of its loops is what each iteration is run again from.
+    """
+    elements = sum(segment.closed.in_avals[n].size for n in segment.activations)
+    for eqn in flatten(segment.closed, is_differentiated=False).equations:
+        if eqn.primitive == "scan":
+            num_consts, num_carry = scan_arity(eqn)
+            carried = eqn.operand_sizes[num_consts : num_consts + num_carry]
+            elements += eqn.params["length"] * sum(carried)
+    return elements * _BETWEEN_BITS
 
 
 def _find_cuts(

@@ -19,7 +19,7 @@ _SPARE = 1 / 32
 
 
 def with_spare_bits(
-    bits: Mapping[int, int], sizes: Mapping[int, int]
+    bits: Mapping[int, int], sizes: Mapping[int, int], *, beside: int = 0
 ) -> dict[int, int]:
     """Gives the smallest residuals twice the bits.
 
@@ -28,11 +28,13 @@ def with_spare_bits(
     Args:
         bits: Of residuals, by their numbers.
         sizes: Their numbers of elements.
+        beside: The bits of what waits with them and cannot have more, as what the loops
+            of a program have packed.
 
     Returns:
         The bits of all of them.
     """
-    most = _SPARE * sum(sizes[value] * b for value, b in bits.items())
+    most = _SPARE * (beside + sum(sizes[value] * b for value, b in bits.items()))
     found = dict(bits)
     spent = 0
     by_size = sorted(bits, key=lambda value: sizes[value])

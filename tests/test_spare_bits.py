@@ -1,5 +1,7 @@
 """Twice the bits for what is small."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,6 +22,13 @@ def test_the_smallest_have_twice_the_bits():
 def test_it_costs_a_32nd_at_most(small, raised):
     bits = with_spare_bits({0: 2, 1: 2, 2: 2}, {0: 4000, 1: small, 2: small})
     assert bits == {0: 2, 1: 4, 2: 4} if raised else {0: 2, 1: 2, 2: 2}
+
+
+def test_what_cannot_have_more_bits_counts_too():
+    bits, sizes = {0: 2, 1: 2}, {0: 40, 1: 50}
+    assert with_spare_bits(bits, sizes, beside=2300) == bits
+    assert with_spare_bits(bits, sizes, beside=2400) == {0: 4, 1: 2}
+    assert with_spare_bits(bits, sizes, beside=5600) == {0: 4, 1: 4}
 
 
 def test_of_one_size_all_have_them_or_none():
@@ -59,6 +68,32 @@ def test_values_between_the_factors_of_an_adapter_have_twice_the_bits(bits, key)
     found = bits_of_hidden(plan)
     assert len(found) == 4
     assert set(found) == {4}
+
+
+@pytest.mark.parametrize("rematerialize", [False, True])
+def test_a_head_is_small_beside_what_waits_of_a_loop(rematerialize, key):
+    p, x = adapted_example(key)
+
+    def loss(p, x, layers):
+        def layer(x, parameters):
+            a, b, w = parameters
+            return x + jnp.tanh(x @ w + (x @ a) @ b), None
+
+        if layers:
+            parameters = tuple(jnp.stack(p[name][:layers]) for name in "abw")
+            x, _ = jax.lax.scan(layer, x, parameters)
+        head = x[::16] @ p["w"][0]
+        return jnp.mean(jnp.tanh(head) ** 2)
+
+    def bits_of_head(layers):
+        wrapped = dafjax.remat_compress(
+            functools.partial(loss, layers=layers), rematerialize=rematerialize
+        )
+        plan = dafjax.saved_residuals(wrapped, p, x)
+        (head,) = (k for k in plan.kept if k.codec and k.shape == (128, WIDTH))
+        return head.codec.bits
+
+    assert bits_of_head(layers=4) == 2 * bits_of_head(layers=0)
 
 
 def test_what_is_named_has_the_bits_that_it_was_given(key):
@@ -115,6 +150,6 @@ def test_the_gradient_of_an_adapter_has_less_noise(monkeypatch, key):
         return relative_error(jax.grad(wrapped)(p, x)["b"], want)
 
     with_spare = error()
-    monkeypatch.setattr(_planner, "with_spare_bits", lambda bits, sizes: bits)
+    monkeypatch.setattr(_planner, "with_spare_bits", lambda bits, sizes, beside: bits)
     jax.clear_caches()
     assert error() > 1.5 * with_spare
