@@ -25,12 +25,17 @@ from benchmarks.tables import make_console, make_table
 from benchmarks.training import Workload
 from benchmarks.transformers import Shape
 from dafjax import Bits
-from dafjax._equation import Constant, evaluate
-from dafjax._importance import Moments, importances, sample_moments, values_to_sample
-from dafjax._plan import Kept, ProgramPlan
-from dafjax._planner import make_plan
-from dafjax._residuals import differentiate
-from dafjax._tracing import trace
+from dafjax._plan.plan import Kept, ProgramPlan
+from dafjax._plan.planner import make_plan
+from dafjax._schedule.importance import (
+    Moments,
+    importances,
+    sample_moments,
+    values_to_sample,
+)
+from dafjax._trace.equation import Constant, evaluate
+from dafjax._trace.residuals import differentiate
+from dafjax._trace.tracing import trace
 from dafjax.codecs import Affine
 from dafjax.codecs._rounding_noise import sample_rounding_noise
 from dafjax.policies import CompressExpensive

@@ -15,9 +15,9 @@ import numpy as np
 import scipy.sparse
 import scipy.sparse.csgraph
 
-from dafjax._graph import live_equations
-from dafjax._primitives import is_cheap, is_continuous
-from dafjax._residuals import Program
+from dafjax._trace.graph import live_equations
+from dafjax._trace.primitives import is_cheap, is_continuous
+from dafjax._trace.residuals import Program
 from dafjax.codecs import Affine, Bitmask
 
 

@@ -25,8 +25,8 @@ from benchmarks.minimum_cut import minimum_cut_nbytes
 from benchmarks.tables import make_console, make_table
 from benchmarks.training import Workload
 from dafjax import Bits
-from dafjax._planner import make_plan
-from dafjax._residuals import Program, differentiate
+from dafjax._plan.planner import make_plan
+from dafjax._trace.residuals import Program, differentiate
 from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive
 from models.gpt2 import GPT2, GPT2Config

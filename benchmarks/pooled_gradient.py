@@ -10,10 +10,10 @@ import numpy as np
 
 import dafjax
 from dafjax._bits import Use
-from dafjax._linearity import find_uses
-from dafjax._plan import ProgramPlan
-from dafjax._recorder import record_plans
-from dafjax._sites import site_names
+from dafjax._plan.linearity import find_uses
+from dafjax._plan.plan import ProgramPlan
+from dafjax._plan.recorder import record_plans
+from dafjax._plan.sites import site_names
 from dafjax.codecs import Affine
 from dafjax.stores import PagePool
 

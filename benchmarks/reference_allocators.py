@@ -16,9 +16,9 @@ import numpy as np
 import scipy.optimize
 
 from benchmarks.importance import Gradient
-from dafjax._equation import Equation, values_of
-from dafjax._plan import ProgramPlan
-from dafjax._primitives import (
+from dafjax._plan.plan import ProgramPlan
+from dafjax._trace.equation import Equation, values_of
+from dafjax._trace.primitives import (
     adds_operands,
     is_product,
     joins_parts,

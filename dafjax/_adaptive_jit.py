@@ -23,7 +23,7 @@ from dafjax._meet_target import (
 )
 from dafjax._native import LEDGER_NOTE, make_ledger, pool_hash
 from dafjax._targets import Target
-from dafjax._tracing import (
+from dafjax._trace.tracing import (
     as_function,
     count_live,
     is_tracing,

@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from dafjax._bodies import has_bodies, with_wrapped_bodies
-from dafjax._equation import look_up
-from dafjax._graph import mark_as_wrapped
-from dafjax._planner import make_plan
-from dafjax._recorder import current_recorder
-from dafjax._residuals import (
+from dafjax._plan.planner import make_plan
+from dafjax._plan.recorder import current_recorder
+from dafjax._plan.segments import cut, nbits_to_start_from
+from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule
+from dafjax._trace.bodies import has_bodies, with_wrapped_bodies
+from dafjax._trace.equation import look_up
+from dafjax._trace.graph import mark_as_wrapped
+from dafjax._trace.residuals import (
     differentiate,
     fingerprint_of_function,
     is_differentiable,
     trace_like,
 )
-from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule
-from dafjax._segments import cut, nbits_to_start_from
-from dafjax._tracing import ClosedJaxpr, as_function
+from dafjax._trace.tracing import ClosedJaxpr, as_function
 from dafjax.policies import SaveAll
 
 

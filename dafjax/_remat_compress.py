@@ -16,10 +16,16 @@ from dafjax._bits import AnyBits, Bits, as_bits, matches
 from dafjax._call import StaticArguments, bind, positional_parameters, positions, run
 from dafjax._derivative import with_compressed_residuals
 from dafjax._rules import Options
+from dafjax._schedule.ties import Ties
 from dafjax._stand_in import current_stand_in
 from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target
-from dafjax._ties import Ties
-from dafjax._tracing import ClosedJaxpr, as_function, names_in, trace, trace_context
+from dafjax._trace.tracing import (
+    ClosedJaxpr,
+    as_function,
+    names_in,
+    trace,
+    trace_context,
+)
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from dafjax.stores import AbstractStore, Arrays
 from dafjax.stores._static import AbstractStaticStore

@@ -9,17 +9,17 @@ from typing import Any, final
 
 import jax
 
-from dafjax._backward_pass import run_backward
 from dafjax._bits import Bits
-from dafjax._forward_pass import run_forward
 from dafjax._native import first_order, tie
-from dafjax._plan import ProgramPlan
-from dafjax._planner import plan_arguments
-from dafjax._recorder import current_recorder
-from dafjax._residuals import Program, vjp_of_perturbed
-from dafjax._restored_arguments import restore_arguments
-from dafjax._schedule import schedule_backward
-from dafjax._ties import Ties
+from dafjax._plan.plan import ProgramPlan
+from dafjax._plan.planner import plan_arguments
+from dafjax._plan.recorder import current_recorder
+from dafjax._schedule.backward_pass import run_backward
+from dafjax._schedule.forward_pass import run_forward
+from dafjax._schedule.restored_arguments import restore_arguments
+from dafjax._schedule.schedule import schedule_backward
+from dafjax._schedule.ties import Ties
+from dafjax._trace.residuals import Program, vjp_of_perturbed
 from dafjax.policies import AbstractPolicy
 from dafjax.stores import AbstractStore
 

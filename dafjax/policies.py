@@ -7,7 +7,7 @@ from typing import TypeAlias, final
 import jax.numpy as jnp
 
 from dafjax._bits import matches
-from dafjax._primitives import is_cheap, is_continuous, is_product, is_reduction
+from dafjax._trace.primitives import is_cheap, is_continuous, is_product, is_reduction
 from dafjax.codecs import AbstractCodec, Bitmask
 
 

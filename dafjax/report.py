@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from dafjax._bits_in_force import AS_PLANNED, putting_in_force
 from dafjax._nbytes import readable
-from dafjax._plan import Kept, ProgramPlan
-from dafjax._recorder import record_plans
-from dafjax._sites import place_of
+from dafjax._plan.plan import Kept, ProgramPlan
+from dafjax._plan.recorder import record_plans
+from dafjax._plan.sites import place_of
 from dafjax._table import align
-from dafjax._tracing import count_calls, trace
+from dafjax._trace.tracing import count_calls, trace
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import (
     AbstractPolicy,

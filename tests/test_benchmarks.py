@@ -47,7 +47,7 @@ from benchmarks.actnn import layer_inputs
 from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compare
 from benchmarks.monotony import falls_as_it_grows
 from benchmarks.uniform_bits import UniformBits
-from dafjax._residuals import differentiate
+from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from models.resnet import ResNetConfig
 from models.tasks import images

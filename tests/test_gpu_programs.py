@@ -15,7 +15,7 @@ from benchmarks.methods import make_method
 from benchmarks.mlp import Workload
 from dafjax import _remat_compress
 from dafjax._native import _cuda_library, pin, tie
-from dafjax._ties import Ties
+from dafjax._schedule.ties import Ties
 from tests import networks
 
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dafjax._equation import Constant, evaluate
-from dafjax._graph import flatten, live_equations
+from dafjax._trace.equation import Constant, evaluate
+from dafjax._trace.graph import flatten, live_equations
 
 
 def run(graph, *arguments):

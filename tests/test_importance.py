@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import importance
 from benchmarks.importance import Gradient
-from dafjax._equation import Equation
-from dafjax._importance import sample_moments
 from dafjax._sampling import sample_elements
+from dafjax._schedule.importance import sample_moments
+from dafjax._trace.equation import Equation
 from tests.helpers import slow
 
 

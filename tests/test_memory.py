@@ -12,9 +12,10 @@ import dafjax
 from benchmarks.methods import compress, save_all
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.training import Workload
-from dafjax import _remat_compress, _schedule
-from dafjax._schedule import _Builder
-from dafjax._ties import Ties
+from dafjax import _remat_compress
+from dafjax._schedule import schedule
+from dafjax._schedule.schedule import _Builder
+from dafjax._schedule.ties import Ties
 from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive
 from tests import networks
@@ -186,7 +187,7 @@ def attention_nbytes(**options):
 
 
 def order_as_differentiated(monkeypatch):
-    monkeypatch.setattr(_schedule, "order_products", lambda plan: plan.program.backward)
+    monkeypatch.setattr(schedule, "order_products", lambda plan: plan.program.backward)
 
 
 def begin_no_stretch_for_sources(monkeypatch):
@@ -215,7 +216,7 @@ def test_probabilities_and_their_cotangents_do_not_wait_for_each_other(
 def test_a_cotangent_does_not_wait_beside_what_is_made_of_it(monkeypatch):
     """A stretch begins before that is made, not where the exponentials are read."""
     early = attention_nbytes(bits=2)
-    monkeypatch.setattr(_schedule, "_FAR_LESS", math.inf)
+    monkeypatch.setattr(schedule, "_FAR_LESS", math.inf)
     assert attention_nbytes(bits=2) > early + 0.7 * 4 * MIB
 
 
@@ -266,9 +267,7 @@ def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once():
 
 
 def restore_whole(monkeypatch):
-    monkeypatch.setattr(
-        _schedule, "in_parts", lambda program, step, read: step.restored
-    )
+    monkeypatch.setattr(schedule, "in_parts", lambda program, step, read: step.restored)
 
 
 def test_without_ties_of_operands_copies_of_cotangents_wait(monkeypatch):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax import _parts, _schedule
-from dafjax._by_rows import evaluate_on_rows, rows_read
-from dafjax._equation import call_equation
-from dafjax._residuals import differentiate
+from dafjax._schedule import schedule
+from dafjax._schedule.parts import restore_in_parts
+from dafjax._trace.by_rows import evaluate_on_rows, rows_read
+from dafjax._trace.equation import call_equation
+from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from tests import networks
 from tests.helpers import like
@@ -94,20 +95,17 @@ def gradient(loss, *arguments):
 def counted_parts(monkeypatch):
     """Counts what is restored in parts."""
     counts = []
-    restore = _parts.restore_in_parts
 
     def counting(*arguments):
         counts.append(arguments[-1])
-        return restore(*arguments)
+        return restore_in_parts(*arguments)
 
-    monkeypatch.setattr("dafjax._backward_pass.restore_in_parts", counting)
+    monkeypatch.setattr("dafjax._schedule.backward_pass.restore_in_parts", counting)
     return counts
 
 
 def whole(monkeypatch):
-    monkeypatch.setattr(
-        _schedule, "in_parts", lambda program, step, read: step.restored
-    )
+    monkeypatch.setattr(schedule, "in_parts", lambda program, step, read: step.restored)
 
 
 @pytest.mark.parametrize(("batch", "parts"), [(32, 8), (12, 6), (10, 5), (7, None)])

@@ -6,8 +6,8 @@ import pytest
 
 import dafjax
 from dafjax._bits import Bits
-from dafjax._planner import make_plan
-from dafjax._residuals import differentiate
+from dafjax._plan.planner import make_plan
+from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import AbstractPolicy, CompressExpensive, SaveAll
 from tests import networks

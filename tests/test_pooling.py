@@ -11,11 +11,11 @@ from flax import linen as nn
 from jax import lax
 
 import dafjax
-from dafjax import _decisions
 from dafjax._bits import Bits
-from dafjax._planner import make_plan
-from dafjax._pooling import Windows, find_poolings
-from dafjax._residuals import differentiate
+from dafjax._plan import decisions
+from dafjax._plan.planner import make_plan
+from dafjax._plan.pooling import Windows, find_poolings
+from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Bitmask
 from dafjax.policies import AbstractPolicy, Compress, CompressExpensive, Save, SaveAll
 
@@ -197,7 +197,7 @@ def test_places_need_less_memory_than_what_is_pooled(key, monkeypatch):
         return step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
     places = temp_nbytes()
-    monkeypatch.setattr(_decisions, "find_poolings", lambda *_: ())
+    monkeypatch.setattr(decisions, "find_poolings", lambda *_: ())
     assert places < 0.5 * temp_nbytes()
 
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from dafjax._bits import Bits
-from dafjax._planner import make_plan
-from dafjax._primitives import is_cheap
-from dafjax._product_order import order_products
-from dafjax._residuals import differentiate
+from dafjax._plan.planner import make_plan
+from dafjax._schedule.product_order import order_products
+from dafjax._trace.primitives import is_cheap
+from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
 from tests import networks
 

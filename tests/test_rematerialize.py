@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax import _remat_compress, _segments
-from dafjax._segments import cut
-from dafjax._ties import Ties
-from dafjax._tracing import as_function
+from dafjax import _remat_compress
+from dafjax._plan import segments
+from dafjax._plan.segments import cut
+from dafjax._schedule.ties import Ties
+from dafjax._trace.tracing import as_function
 from dafjax.policies import CompressExpensive
 from tests import networks
 from tests.helpers import relative_error, slow
@@ -118,7 +119,7 @@ def test_no_segment_starts_from_a_reduction(monkeypatch, key):
         )
 
     assert error() < 1e-5
-    monkeypatch.setattr(_segments, "is_reduction", lambda *_: False)
+    monkeypatch.setattr(segments, "is_reduction", lambda *_: False)
     jax.clear_caches()
     assert error() > 0.1
 

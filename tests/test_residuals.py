@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from dafjax._residuals import differentiate
+from dafjax._trace.residuals import differentiate
 from tests import networks
 
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dafjax import _schedule
 from dafjax._bits import Bits
-from dafjax._planner import make_plan
-from dafjax._primitives import is_cheap
-from dafjax._residuals import differentiate
-from dafjax._schedule import _Builder, schedule_backward
-from dafjax._steps import InParts, Unpacking
+from dafjax._plan.planner import make_plan
+from dafjax._schedule import schedule
+from dafjax._schedule.schedule import _Builder, schedule_backward
+from dafjax._schedule.steps import InParts, Unpacking
+from dafjax._trace.primitives import is_cheap
+from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
 from tests import networks
 
@@ -188,7 +188,7 @@ def test_what_a_product_was_recomputed_from_does_not_wait_beside_it():
 
 def test_without_a_stretch_of_its_own_exponentials_wait(monkeypatch):
     monkeypatch.setattr(_Builder, "_sources_waited", lambda self, now: False)
-    monkeypatch.setattr(_schedule, "order_products", lambda plan: plan.program.backward)
+    monkeypatch.setattr(schedule, "order_products", lambda plan: plan.program.backward)
     (value,) = waiting_sources(softmax_plan())
     assert softmax_plan().program.avals[value].shape == (2, 128, 128)
 

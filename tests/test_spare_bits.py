@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import dafjax
-from dafjax import _planner
-from dafjax._spare_bits import with_spare_bits
+from dafjax._plan import planner
+from dafjax._plan.spare_bits import with_spare_bits
 from tests.helpers import relative_error
 
 
@@ -150,6 +150,6 @@ def test_the_gradient_of_an_adapter_has_less_noise(monkeypatch, key):
         return relative_error(jax.grad(wrapped)(p, x)["b"], want)
 
     with_spare = error()
-    monkeypatch.setattr(_planner, "with_spare_bits", lambda bits, sizes, beside: bits)
+    monkeypatch.setattr(planner, "with_spare_bits", lambda bits, sizes, beside: bits)
     jax.clear_caches()
     assert error() > 1.5 * with_spare

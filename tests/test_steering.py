@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax._residuals import differentiate
-from dafjax._steering import find_steering
+from dafjax._plan.steering import find_steering
+from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from tests import networks

@@ -1,0 +1,192 @@
+"""What a policy decides about each value, within what is possible at all."""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import jax
+
+from dafjax._plan.pooling import Pooling, find_poolings
+from dafjax._plan.shares import Total
+from dafjax._plan.steering import find_steering
+from dafjax._trace.graph import live_equations
+from dafjax._trace.primitives import is_amplifying, is_cheap, needs_exact_operands
+from dafjax._trace.residuals import Program
+from dafjax._trace.tracing import names_of_place
+from dafjax.codecs import Affine
+from dafjax.policies import (
+    AbstractPolicy,
+    Compress,
+    Decision,
+    Recompute,
+    Residual,
+    Save,
+)
+
+
+def decide(
+    program: Program,
+    wanted: tuple[int, ...],
+    policy: AbstractPolicy,
+    *,
+    fingerprint: str,
+    names: Mapping[int, tuple[str, ...]],
+    activations: Container[int],
+    packed: Container[int],
+    totals: Mapping[int, Total],
+    decided: Mapping[int, Decision],
+    iterations: int,
+) -> dict[int, Decision]:
+    """Asks the policy about every value `wanted` could be recomputed from.
+
+    Values are asked about in the order in which they are made, so that `known` and
+    `sources` of a value's operands are settled before it; not those that are `decided`.
+    """
+    decisions: dict[int, Decision] = {}
+    known: dict[int, bool] = {}
+    # The values in inexact codes that recomputing a value unpacks; or itself
+    sources: dict[int, frozenset[int]] = {}
+    # What is recomputed by way of an exponential or the like.
+    amplified: set[int] = set()
+
+    exact = {
+        value
+        for eqn in program.backward
+        if needs_exact_operands(eqn.primitive)
+        for value in eqn.input_values
+    }
+    # A code near 0 may stand for 0.
+    exact.update(eqn.divisor for eqn in program.backward if eqn.divisor is not None)
+    steering = find_steering(program)
+
+    def settle(
+        value: int,
+        residual: Residual,
+        reached: frozenset[int],
+        *,
+        has_effect: bool = False,
+    ) -> None:
+        decision = decided.get(value) or policy(residual)
+        is_off = is_inexact(decision) or (
+            isinstance(decision, Recompute) and residual.sources > 0
+        )
+        must_be_saved = (
+            value in packed
+            or has_effect
+            or (value in exact and is_off)
+            or _only_pads(decision, residual)
+        )
+        if must_be_saved and not residual.known:
+            decision = Save()
+        if not isinstance(decision, (Save, Compress, Recompute)):
+            raise TypeError(
+                f"`policy` must return `Save()`, `Compress(...)` or `Recompute()`, but "
+                f"`{policy!r}` returned `{decision!r}`."
+            )
+        decisions[value] = decision
+        known[value] = residual.known
+        if isinstance(decision, Recompute):
+            sources[value] = reached
+        else:
+            inexact = is_inexact(decision)
+            sources[value] = frozenset({value}) if inexact else frozenset()
+
+    def describe(value: int, primitive: str, **found: Any) -> Residual:
+        aval = program.avals[value]
+        return Residual(
+            shape=tuple(aval.shape),
+            dtype=aval.dtype,
+            primitive=primitive,
+            steers=value in steering,
+            copies=iterations,
+            names=names[value],
+            program=fingerprint,
+            number=value,
+            **found,
+        )
+
+    for value in range(program.num_arguments):
+        if value in activations:
+            argument = describe(
+                value, "argument", known=False, reduced_from=0, sources=0
+            )
+            settle(value, argument, frozenset())
+        else:
+            decisions[value] = Recompute()
+            known[value] = True
+            sources[value] = frozenset()
+
+    for eqn in live_equations(program.forward, wanted):
+        inputs = eqn.input_values
+        reached = frozenset().union(*(sources[v] for v in inputs))
+        all_known = is_cheap(eqn.primitive) and all(known[v] for v in inputs)
+        amplifies = not amplified.isdisjoint(inputs)
+        divides = eqn.divisor is not None and bool(sources[eqn.divisor])
+        for value in eqn.outputs:
+            total = totals.get(value)
+            if total is not None and is_inexact(decisions[total.operand]):
+                # It has hardly any noise, and what there is is that of its shares.
+                decisions[value] = Recompute()
+                known[value] = False
+                sources[value] = frozenset()
+                continue
+            residual = describe(
+                value,
+                eqn.primitive,
+                known=all_known,
+                divides=divides,
+                amplified=amplifies,
+                reduced_from=max(eqn.operand_sizes, default=0),
+                sources=len(reached),
+                source_elements=sum(program.avals[v].size for v in reached),
+                contracted=eqn.contracted_size,
+            )
+            settle(value, residual, reached, has_effect=eqn.has_effect)
+            amplifies_now = amplifies or is_amplifying(eqn.primitive)
+            if reached and amplifies_now and isinstance(decisions[value], Recompute):
+                amplified.add(value)
+    return decisions
+
+
+def packings_of_places(
+    program: Program,
+    policy: AbstractPolicy,
+    activations: Container[int],
+    iterations: int,
+) -> dict[Pooling, Decision]:
+    """Asks the policy which poolings are to note places: those that it would pack."""
+    packings: dict[Pooling, Decision] = {}
+    for pooling in find_poolings(program, activations):
+        places = Residual(
+            shape=pooling.places.shape,
+            dtype=pooling.places.dtype,
+            primitive=pooling.gradient.primitive,
+            reduced_from=0,
+            known=False,
+            sources=0,
+            steers=False,
+            copies=iterations,
+            names=names_of_place(pooling.gradient.place),
+            program=program.fingerprint,
+            number=pooling.value,
+        )
+        decision = policy(places)
+        if isinstance(decision, Compress) and not is_inexact(decision):
+            packings[pooling] = decision
+    return packings
+
+
+def is_inexact(decision: Decision) -> bool:
+    return isinstance(decision, Compress) and (
+        decision.codec is None or not decision.codec.is_exact
+    )
+
+
+def _only_pads(decision: Decision, residual: Residual) -> bool:
+    """Returns whether a code of a value, of however few bits, is no smaller than it.
+
+    Such a value is exact: nothing is gained by recomputing others from it.
+    """
+    if decision != Compress() or not residual.is_floating:
+        return False
+    like = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
+    return Affine(bits=1).packed_nbytes(like) >= residual.nbytes

@@ -1,0 +1,96 @@
+"""What is kept of one traced function, and how: its plan, with bytes."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, final
+
+import jax
+
+from dafjax._trace.equation import Equation
+from dafjax._trace.residuals import Program
+from dafjax.codecs import AbstractCodec
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """One value that waits for the backward pass.
+
+    Attributes:
+        program: The fingerprint of the program it is made in.
+        value: Its number there.
+        shape: Its shape.
+        dtype: Its dtype.
+        codec: How it is packed; `None` if it is kept as it is.
+        name: Where in the model it is made.
+        primitive: What makes it.
+        source: The user's line that it comes from.
+        is_packed: Whether it was packed where it was made: in the body of a loop or a
+            branch, which has a plan of its own.
+        sharding: How devices divide it, on meshes with explicit axes.
+    """
+
+    program: str
+    value: int
+    shape: tuple[int, ...]
+    dtype: Any
+    codec: AbstractCodec | None
+    name: str
+    primitive: str
+    source: str = dataclasses.field(compare=False)
+    is_packed: bool = False
+    sharding: Any = dataclasses.field(default=None, compare=False)
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype to restore."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes as an ordinary array."""
+        return self.like.size * getattr(self.dtype, "itemsize", 0)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes while it waits."""
+        if self.codec is None:
+            return self.raw_nbytes
+        return self.codec.packed_nbytes(self.like)
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProgramPlan:
+    """All decisions for one traced function.
+
+    Attributes:
+        program: The function.
+        fingerprint: That of the function before poolings were rewritten.
+        function: What tells the function from others, whatever bits codes have.
+        kept: What is kept, in the order in which it is made. Everything else that the
+            backward pass needs is an argument or recomputed.
+        arguments: The arguments that the backward pass reads.
+        recomputed: For every value that the backward pass computes again, how.
+        slices: The arguments that are slices of what a loop runs over: they are copied
+            for each iteration, but no earlier than they are read.
+    """
+
+    program: Program
+    fingerprint: str
+    function: str
+    kept: tuple[Kept, ...]
+    arguments: tuple[int, ...]
+    recomputed: Mapping[int, Equation]
+    slices: frozenset[int] = frozenset()
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything is kept in codes."""
+        return any(kept.codec is not None for kept in self.kept)
+
+    @property
+    def whole_weights(self) -> frozenset[int]:
+        """The large arguments that the backward pass reads whole."""
+        large = filter(self.program.is_large, self.arguments)
+        return frozenset(large) - self.slices

@@ -1,0 +1,288 @@
+"""Max-pooling, whose gradient remembers places instead of searching for them.
+
+The gradient of max-pooling goes to the place of each window's maximum. JAX searches for
+it again, in all that was pooled: that has to be exact, and waits raw. Here the forward
+pass notes which element of the window it was, an integer of 2 bits for 2 x 2 and of 4
+for 3 x 3, kept as exact bits.
+
+What was pooled is then often recomputed from codes, and the layer above needs the
+pooled values. The maximum of values with rounding noise is too large; the element at
+the place that was noted has no bias, as with `_rectifiers`.
+
+Ties, padding and NaN are as in JAX: the first of equal elements wins, in row-major
+order; padding counts as -infinity, which wins where it comes first and nothing is
+larger; an element after a NaN always wins, so that what is found is the first maximum
+after the last NaN, or a NaN that comes last.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+
+from dafjax._trace.equation import Constant, Equation, call_equation
+from dafjax._trace.residuals import Program
+
+
+# The programs of larger windows would be long: there is a line for each place. Where
+# windows are that large, JAX's search stays.
+_MOST_PLACES = 64
+
+# The comparison that keeps what was found before, by the pooling that it belongs to.
+_POOLINGS = {"ge": "reduce_window_max", "le": "reduce_window_min"}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """The windows of a pooling, and the arithmetic of places in them.
+
+    Attributes:
+        shape: The shape of what is pooled.
+        lengths: The lengths of a window.
+        strides: The distances between windows.
+        padding: How many elements are added before and after.
+        pooling: `"reduce_window_max"` or `"reduce_window_min"`.
+    """
+
+    shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    pooling: str
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of the number of a place."""
+        return (len(self._places()) - 1).bit_length()
+
+    def find_places(self, x: jax.Array) -> jax.Array:
+        """Returns the place of every window's maximum, `bool[num_bits, *pooled]`."""
+        keeps = lax.ge if self.pooling == "reduce_window_max" else lax.le
+        elements = self._elements(x)
+        best = next(elements)
+        number = jnp.zeros(best.shape, jnp.uint8)
+        for place, element in enumerate(elements, start=1):
+            keep = keeps(best, element)
+            best = lax.select(keep, best, element)
+            number = lax.select(keep, number, lax.full_like(number, place))
+        return jnp.stack(
+            [(number >> bit) % 2 == 1 for bit in map(jnp.uint8, range(self.num_bits))]
+        )
+
+    def pick_places(self, bits: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns the element of every window at its place; NaN where one is NaN."""
+        number = _number(bits)
+        elements = self._elements(x)
+        picked = next(elements)
+        for place, element in enumerate(elements, start=1):
+            is_place = (number == jnp.uint8(place)) & (picked == picked)
+            picked = lax.select(is_place | (element != element), element, picked)
+        return picked
+
+    def scatter_to_places(self, bits: jax.Array, cotangent: jax.Array) -> jax.Array:
+        """Adds the cotangent of every window to its place."""
+        number = _number(bits)
+        zero = jnp.zeros((), cotangent.dtype)
+        total = jnp.zeros(self.shape, cotangent.dtype)
+        # An element is in the later windows with its earlier places: in this order
+        # windows are added first to last, as JAX does.
+        for place, start in reversed(list(enumerate(self._places()))):
+            part = lax.select(
+                number == jnp.uint8(place), cotangent, lax.full_like(cotangent, 0)
+            )
+            edges = []
+            for length, (before, _), at, stride, count in zip(
+                self.shape, self.padding, start, self.strides, number.shape, strict=True
+            ):
+                low = at - before
+                edges.append((low, length - low - (count - 1) * stride - 1, stride - 1))
+            total += lax.pad(part, zero, edges)
+        return total
+
+    def _places(self) -> list[tuple[int, ...]]:
+        return list(itertools.product(*map(range, self.lengths)))
+
+    def _elements(self, x: jax.Array) -> Iterator[jax.Array]:
+        """Yields the elements of all windows, place by place."""
+        lowest = jnp.inf if self.pooling == "reduce_window_min" else -jnp.inf
+        edges = [(before, after, 0) for before, after in self.padding]
+        padded = lax.pad(x, jnp.asarray(lowest, x.dtype), edges)
+        steps = [
+            (length - window) // stride * stride
+            for length, window, stride in zip(
+                padded.shape, self.lengths, self.strides, strict=True
+            )
+        ]
+        for start in self._places():
+            limits = [at + step + 1 for at, step in zip(start, steps, strict=True)]
+            yield lax.slice(padded, start, limits, self.strides)
+
+
+def _number(bits: jax.Array) -> jax.Array:
+    number = jnp.zeros(bits.shape[1:], jnp.uint8)
+    for n in range(len(bits)):
+        number |= bits[n].astype(jnp.uint8) << jnp.uint8(n)
+    return number
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pooling:
+    """One pooling whose gradient searches for the maximum.
+
+    Attributes:
+        gradient: The equation of the backward pass that does.
+        operand: What is pooled.
+        cotangent: The cotangent of what it is pooled to.
+        windows: The windows.
+        value: The number that the places get as a value of the program.
+        places: Shape and dtype of the places as bits.
+    """
+
+    gradient: Equation
+    operand: int
+    cotangent: int
+    windows: Windows
+    value: int
+    places: jax.ShapeDtypeStruct
+
+
+def find_poolings(program: Program, activations: Container[int]) -> tuple[Pooling, ...]:
+    """Returns the poolings whose gradient reads what is not kept alive anyway.
+
+    Args:
+        program: The function and its transpose.
+        activations: Its arguments that nothing keeps alive for the backward pass.
+    """
+    residuals = set(program.residuals())
+    found = []
+    for eqn in program.backward:
+        if eqn.primitive != "select_and_scatter_add":
+            continue
+        cotangent, operand = eqn.operand_atoms
+        if isinstance(operand, Constant) or isinstance(cotangent, Constant):
+            continue
+        alive = operand < program.num_arguments and operand not in activations
+        if operand not in residuals or cotangent in residuals or alive:
+            continue
+        windows = _windows(
+            program, operand, eqn, _POOLINGS[eqn.params["select_prim"].name]
+        )
+        if windows.num_bits > 0 and math.prod(windows.lengths) <= _MOST_PLACES:
+            pooled = program.avals[cotangent].shape
+            places = jax.ShapeDtypeStruct((windows.num_bits, *pooled), jnp.bool_)
+            value = len(program.avals) + len(found)
+            found.append(Pooling(eqn, operand, cotangent, windows, value, places))
+    return tuple(found)
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rewritten:
+    """A program in which poolings note places.
+
+    Attributes:
+        program: It.
+        places: The values that are the places, as bits.
+        picks: How pooled values are recomputed, by value.
+    """
+
+    program: Program
+    places: tuple[int, ...]
+    picks: Mapping[int, Equation]
+
+
+def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
+    """Lets the forward pass note places, and the backward pass scatter to them."""
+    avals = list(program.avals)
+    forward, backward = list(program.forward), list(program.backward)
+
+    def call(
+        function: Callable[..., jax.Array],
+        inputs: tuple[int, ...],
+        output: int,
+        in_place_of: Equation,
+    ) -> Equation:
+        operands = [avals[value] for value in inputs]
+        return call_equation(function, operands, inputs, (output,), in_place_of)
+
+    places: list[int] = []
+    picks: dict[int, Equation] = {}
+    for pooling in poolings:
+        operand, windows, gradient = pooling.operand, pooling.windows, pooling.gradient
+        bits = pooling.value
+        # Those between are of poolings that are left as they are.
+        missing = 1 + bits - len(avals)
+        avals.extend([ShapedArray(pooling.places.shape, jnp.bool_)] * missing)
+        places.append(bits)
+        pooled = [eqn for eqn in forward if _pools(program, eqn, operand, windows)]
+        for eqn in pooled:
+            (value,) = eqn.outputs
+            picks[value] = call(windows.pick_places, (bits, operand), value, eqn)
+        found = call(
+            windows.find_places, (operand,), bits, pooled[0] if pooled else gradient
+        )
+        # Before what pools, so that both read one array, also if a tie is between.
+        forward.insert(_position(forward, pooled, operand), found)
+        backward[backward.index(gradient)] = call(
+            windows.scatter_to_places,
+            (bits, pooling.cotangent),
+            gradient.outputs[0],
+            gradient,
+        )
+    return Rewritten(
+        program=dataclasses.replace(
+            program,
+            avals=tuple(avals),
+            forward=tuple(forward),
+            backward=tuple(backward),
+        ),
+        places=tuple(places),
+        picks=picks,
+    )
+
+
+def _pools(program: Program, eqn: Equation, operand: int, windows: Windows) -> bool:
+    return (
+        eqn.primitive == windows.pooling
+        and eqn.input_values == (operand,)
+        and not any(step != 1 for step in _dilations(eqn))
+        and _windows(program, operand, eqn, eqn.primitive) == windows
+    )
+
+
+def _dilations(eqn: Equation) -> tuple[int, ...]:
+    return (*eqn.params["base_dilation"], *eqn.params["window_dilation"])
+
+
+def _windows(program: Program, operand: int, eqn: Equation, pooling: str) -> Windows:
+    return Windows(
+        shape=tuple(program.avals[operand].shape),
+        lengths=tuple(eqn.params["window_dimensions"]),
+        strides=tuple(eqn.params["window_strides"]),
+        padding=tuple((low, high) for low, high in eqn.params["padding"]),
+        pooling=pooling,
+    )
+
+
+def _position(
+    forward: Sequence[Equation], pooled: Sequence[Equation], operand: int
+) -> int:
+    if pooled:
+        return forward.index(pooled[0])
+    made = [now for now, eqn in enumerate(forward) if operand in eqn.outputs]
+    return made[0] + 1 if made else 0

@@ -1,0 +1,99 @@
+"""Rectifiers, recomputed from their exact masks.
+
+The gradient of `relu(x) = max(x, 0)` needs the mask `x > 0`, which is kept as exact
+bits; the layer above needs `relu(x)`. Recomputed as `max(y, 0)` from `y`, an unpacked
+`x` with rounding noise, that has a bias even though `y` has none, for noise is cut off
+at 0. As `where(x > 0, y, 0)` it has none, and is 0 exactly where it was. (ResNet-18 of
+width 16, 2 bits, random data: bias of the gradient 0.25 of its norm, and 0.00.)
+"""
+
+import dataclasses
+from collections.abc import Container
+from typing import final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dafjax._trace.equation import Atom, Constant, Equation, call_equation
+from dafjax._trace.primitives import keeps_values
+from dafjax._trace.residuals import Program
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Rectifier:
+    """An equation `max(x, 0)`, with the values of `x` and of the mask `x > 0`."""
+
+    equation: Equation
+    operand: int
+    mask: int
+
+
+def find_rectifiers(program: Program) -> dict[int, Rectifier]:
+    """Returns every `max(x, 0)` with a mask, by its value."""
+    zeros = _find_zeros(program)
+    masks = {
+        x: eqn.outputs[0]
+        for eqn in program.forward
+        for x in (
+            _other_than_zero(eqn, "gt", zeros, places=(1,)),
+            _other_than_zero(eqn, "lt", zeros, places=(0,)),
+        )
+        if x is not None
+    }
+    return {
+        eqn.outputs[0]: Rectifier(eqn, x, masks[x])
+        for eqn in program.forward
+        if (x := _other_than_zero(eqn, "max", zeros, places=(0, 1))) in masks
+        and x is not None
+    }
+
+
+def select_rectified(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `x` where the mask is true, NaN where `x` is, else 0."""
+    return jax.lax.select(mask | (x != x), x, jax.lax.full_like(x, 0))
+
+
+def selection(program: Program, rectifier: Rectifier) -> Equation:
+    """Returns an equation that computes `max(x, 0)` by its mask `x > 0`."""
+    inputs = rectifier.mask, rectifier.operand
+    return call_equation(
+        select_rectified,
+        [program.avals[value] for value in inputs],
+        inputs,
+        rectifier.equation.outputs,
+        rectifier.equation,
+    )
+
+
+def _find_zeros(program: Program) -> frozenset[int]:
+    """Returns the values that are 0 in all elements, because a literal is."""
+    zeros: set[int] = set()
+    for eqn in program.forward:
+        if keeps_values(eqn.primitive) and all(
+            _is_zero(atom, zeros) for atom in eqn.operand_atoms
+        ):
+            zeros.update(eqn.outputs)
+    return frozenset(zeros)
+
+
+def _is_zero(atom: Atom, zeros: Container[int]) -> bool:
+    if isinstance(atom, Constant):
+        is_number = jnp.issubdtype(jnp.result_type(atom.value), np.number)
+        return is_number and np.ndim(atom.value) == 0 and bool(atom.value == 0)
+    return atom in zeros
+
+
+def _other_than_zero(
+    eqn: Equation, primitive: str, zeros: Container[int], places: tuple[int, ...]
+) -> int | None:
+    """Returns the other operand of an equation that has a 0 in one of some places."""
+    if eqn.primitive != primitive:
+        return None
+    atoms = eqn.operand_atoms
+    for place in places:
+        other = atoms[1 - place]
+        if _is_zero(atoms[place], zeros) and isinstance(other, int):
+            return other
+    return None

@@ -1,0 +1,61 @@
+"""Which values enter cotangents that meet other residuals.
+
+A residual in codes brings rounding noise into whatever it is multiplied with. Where
+that is the gradient of an argument, the noise ends there, and its mean is 0. Where it
+is a cotangent that goes on, the noise goes on too; it is harmless as long as what the
+cotangent is multiplied with next has noise of its own. If that comes from the same
+code, the product has the noise squared, whose mean is not 0: a biased gradient.
+"""
+
+from dafjax._trace.equation import Equation
+from dafjax._trace.primitives import is_cheap, is_continuous
+from dafjax._trace.residuals import Program
+
+
+def find_steering(program: Program) -> frozenset[int]:
+    """Returns the values that the backward pass, or a recomputation for it, steers by.
+
+    They enter a cotangent that is multiplied with a residual later, or are all that
+    such a value is recomputed from, but for statistics. Arguments that are read on the
+    way are exact, and do not count.
+    """
+    residuals = {v for v in program.residuals() if v >= program.num_arguments}
+    # Cotangents that meet a residual later.
+    carries: set[int] = set()
+
+    def carries_on(eqn: Equation) -> bool:
+        return not carries.isdisjoint(eqn.outputs)
+
+    steering: set[int] = set()
+    for eqn in reversed(program.backward):
+        read = residuals.intersection(eqn.input_values)
+        if carries_on(eqn):
+            steering |= read
+        if read or carries_on(eqn):
+            carries.update(eqn.input_values)
+    sizes = _sizes_before_broadcasting(program)
+    for eqn in reversed(program.forward):
+        if is_continuous(eqn.primitive) and not steering.isdisjoint(eqn.outputs):
+            large = [
+                v for v in eqn.input_values if _SMALL * sizes[v] > sizes[eqn.outputs[0]]
+            ]
+            # A sum of two steers itself: it is kept, and its operands need not be.
+            if len(large) == 1:
+                steering.update(large)
+    return frozenset(steering)
+
+
+# So many times smaller, a value is a statistic or a parameter.
+_SMALL = 16
+
+
+def _sizes_before_broadcasting(program: Program) -> dict[int, int]:
+    """Returns the number of elements that each value is made of; 0 for arguments."""
+    sizes = dict.fromkeys(range(program.num_arguments), 0)
+    for eqn in program.forward:
+        if is_cheap(eqn.primitive):
+            made_of = max((sizes[v] for v in eqn.input_values), default=0)
+        else:
+            made_of = max((program.avals[v].size for v in eqn.outputs), default=0)
+        sizes.update((v, min(made_of, program.avals[v].size)) for v in eqn.outputs)
+    return sizes

@@ -1,0 +1,211 @@
+"""The forward pass, run equation by equation; what the plan keeps is packed early."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from dafjax._native import pin, tie
+from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.not_before import can_be_tied, not_before
+from dafjax._schedule.schedule import last_uses
+from dafjax._schedule.stored import MeasuredHandle, codecs_in
+from dafjax._schedule.ties import Ties
+from dafjax._trace.equation import Atom, Equation, evaluate, look_up, values_of
+from dafjax._trace.graph import live_equations
+from dafjax._trace.primitives import is_cheap, rearranges_operands
+from dafjax._typing import ArrayTree
+from dafjax.codecs._rounding_noise import sample_rounding_noise
+from dafjax.stores import AbstractStore
+
+
+def run_forward(
+    plan: ProgramPlan,
+    arguments: Sequence[jax.Array],
+    *,
+    store: AbstractStore,
+    ties: Ties,
+    seed: Any,
+    after: jax.Array | None = None,
+) -> tuple[list[Any], list[ArrayTree]]:
+    """Computes the results and what the plan keeps.
+
+    Args:
+        plan: What is kept.
+        arguments: The function's arguments.
+        store: Where packed values wait.
+        ties: Which ties are made.
+        seed: Seed of the rounding noise, a uint32 scalar.
+        after: The token of `restore_arguments`, if it is not the first forward pass.
+
+    Returns:
+        The results, exact, and for each of `plan.kept` its value if it has no codec,
+        else its handle, or `MeasuredHandle`.
+    """
+    token = jnp.zeros((), jnp.uint8) if after is None else after
+    forward = _RunningForward(plan, arguments, store, ties, seed, token)
+    for value in range(plan.program.num_arguments):
+        forward.keep(value, -1)
+    for now, equation in enumerate(forward.equations):
+        forward.run(now, equation)
+    return forward.finish()
+
+
+@final
+class _RunningForward:
+    """What is there while the equations run."""
+
+    def __init__(
+        self,
+        plan: ProgramPlan,
+        arguments: Sequence[jax.Array],
+        store: AbstractStore,
+        ties: Ties,
+        seed: Any,
+        token: jax.Array,
+    ) -> None:
+        results = plan.program.results
+        self._plan = plan
+        self._store = store
+        self._ties = ties
+        self._seed = seed
+        self._kept = {item.value: (site, item) for site, item in enumerate(plan.kept)}
+        self._codecs = codecs_in(store, plan)
+        self.equations = live_equations(plan.program.forward, [*results, *self._kept])
+        self._last_use = last_uses(self.equations, results)
+        self._env: dict[int, Any] = dict(enumerate(arguments))
+        self._stored: dict[int, ArrayTree] = {}
+        self._pinned = plan.whole_weights if ties.layouts else frozenset()
+        # Packed forms that nothing later has been tied to yet.
+        self._pending: list[jax.Array] = []
+        # Carries the dependency on what ran to what would run at the start.
+        self._token = token
+
+    def keep(self, value: int, now: int) -> None:
+        """Stores a value that was just made, if the plan keeps it.
+
+        Args:
+            value: The value.
+            now: The number of the equation that made it; -1 for arguments.
+        """
+        if value not in self._kept:
+            return
+        site, item = self._kept[value]
+        if item.codec is None:
+            self._stored[value] = self._env[value]
+            return
+        codec = self._codecs[value]
+        with jax.named_scope("pack"):
+            # The same tensor at another site gets other noise.
+            seed = self._seed + jnp.uint32(site)
+            packed = codec.encode(self._env[value], seed=seed)
+        code = self._store.measured_code(codec)
+        noise = None
+        if code is not None:
+            noise = sample_rounding_noise(code, self._env[value])
+        leaves, structure = jax.tree.flatten((packed, noise))
+        if self._ties.forward and self._last_use.get(value, -1) > now:
+            self._env[value], self._token, *leaves = tie(
+                self._env[value], self._token, *leaves
+            )
+        else:
+            self._pending.extend(leaves)
+        packed, noise = jax.tree.unflatten(structure, leaves)
+        handle = self._store.put(packed)
+        self._stored[value] = handle if noise is None else MeasuredHandle(handle, noise)
+
+    def run(self, now: int, equation: Equation) -> None:
+        """Runs the equation of that number, and keeps what the plan keeps of it."""
+        if not is_cheap(equation.primitive):
+            # Arguments live on anyway, and a tie would copy them.
+            self._tie_pending(filter(self._is_made, equation.input_values))
+        operands = look_up(equation.inputs, self._env)
+        if self._ties.arguments:
+            late = _read_late(self._plan, equation)
+            if not self._plan.slices.isdisjoint(late):
+                # Where nothing is packed between two products, the token is early.
+                self._await_operand(equation)
+            operands = [
+                self._delay(atom, operand) if atom in late else operand
+                for atom, operand in zip(equation.inputs, operands, strict=True)
+            ]
+        outputs = evaluate(equation, operands)
+        self._env.update(zip(equation.outputs, outputs, strict=True))
+        for value in equation.outputs:
+            self.keep(value, now)
+
+    def finish(self) -> tuple[list[Any], list[ArrayTree]]:
+        """Returns the results and what is stored."""
+        results = values_of(self._plan.program.results)
+        self._tie_pending(results)
+        large = [v for v in self._kept if self._plan.program.is_large(v)]
+        if self._ties.results and large:
+            self._tie_results(results, max(large))
+        stored = [self._stored[item.value] for item in self._plan.kept]
+        return look_up(self._plan.program.results, self._env), stored
+
+    def _tie_results(self, results: Sequence[int], last: int) -> None:
+        """Ties small results with what is packed last."""
+        if self._kept[last][1].codec is None:
+            # It waits anyway: nothing is lost if a loss is made of it later.
+            return
+        program = self._plan.program
+        made = filter(self._is_made, dict.fromkeys(results))
+        small = [v for v in made if not program.is_large(v)]
+        leaves, structure = jax.tree.flatten(self._stored[last])
+        tied = tie(*(self._env[v] for v in small), *leaves)
+        self._env.update(zip(small, tied[: len(small)], strict=True))
+        self._stored[last] = jax.tree.unflatten(structure, tied[len(small) :])
+
+    def _tie_pending(self, carriers: Iterable[int]) -> None:
+        """Ties the largest of some values, if any, with what was packed of others."""
+        carrier = max(
+            (v for v in carriers if can_be_tied(self._env[v])),
+            key=lambda v: self._env[v].size,
+            default=None,
+        )
+        if self._pending and self._ties.forward and carrier is not None:
+            self._env[carrier], self._token, *_ = tie(
+                self._env[carrier], self._token, *self._pending, all_are_read=False
+            )
+            self._pending.clear()
+
+    def _await_operand(self, equation: Equation) -> None:
+        made = list(filter(self._is_made, equation.input_values))
+        if made:
+            largest = max(made, key=self._plan.program.nbytes)
+            self._env[largest], self._token = tie(
+                self._env[largest], self._token, num_awaited=1
+            )
+
+    def _delay(self, atom: Atom, operand: Any) -> Any:
+        delayed = not_before(self._token, operand)
+        return pin(delayed) if atom in self._pinned else delayed
+
+    def _is_made(self, value: int) -> bool:
+        return value >= self._plan.program.num_arguments
+
+
+def _read_late(plan: ProgramPlan, equation: Equation) -> Collection[Atom]:
+    """Returns the operands of an equation that are there long before they are needed.
+
+    All those of an equation that makes much of little, as random bits of a key: what
+    little that is, is mostly there from the start. And large slices, and large
+    arguments that are copied before they are read: XLA:GPU would rearrange the weights
+    of all convolutions at the start.
+    """
+    if is_cheap(equation.primitive):
+        return ()
+    program = plan.program
+    read = sum(program.nbytes(v) for v in equation.input_values)
+    made = sum(program.nbytes(v) for v in equation.outputs)
+    if read < _LITTLE_NBYTES < made:
+        return equation.inputs
+    late = set(plan.slices.intersection(equation.input_values))
+    if rearranges_operands(equation.primitive):
+        late.update(v for v in equation.input_values if v < program.num_arguments)
+    return [v for v in late if program.is_large(v)]
+
+
+_LITTLE_NBYTES = 1024

@@ -1,0 +1,83 @@
+"""What a function is run again from, right before its backward pass."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dafjax._native import tie
+from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.not_before import not_before
+from dafjax._schedule.stored import MeasuredHandle, codecs_in
+from dafjax._schedule.ties import Ties
+from dafjax._trace.primitives import is_cheap, rearranges_operands
+from dafjax._trace.residuals import Program
+from dafjax._typing import ArrayTree
+from dafjax.stores import AbstractStore
+
+
+def restore_arguments(
+    plan: ProgramPlan,
+    arguments: Mapping[int, jax.Array],
+    stored: Sequence[ArrayTree],
+    cotangents: Sequence[jax.Array],
+    *,
+    store: AbstractStore,
+    ties: Ties,
+) -> tuple[list[Any], list[Any], jax.Array]:
+    """Restores what a function is run again from, when the backward pass is there.
+
+    Args:
+        plan: What was kept: arguments alone.
+        arguments: The arguments that `plan.arguments` names.
+        stored: What `run_forward` returned for `plan.kept`.
+        cotangents: The cotangents of the differentiable results.
+        store: Where packed values wait.
+        ties: Which ties are made.
+
+    Returns:
+        All arguments, None for those that are not read; the cotangents, tied; and a
+        token that depends on them.
+    """
+    program = plan.program
+    token: jax.Array = jnp.zeros((), jnp.uint8)
+    if ties.cotangent:
+        *cotangents, token = tie(*cotangents, token)
+    codecs = codecs_in(store, plan)
+    env: dict[int, Any] = dict(arguments)
+    for item, handle in zip(plan.kept, stored, strict=True):
+        if item.codec is None:
+            env[item.value] = handle
+            continue
+        with jax.named_scope("unpack"):
+            codec = codecs[item.value]
+            packed = store.get(
+                handle.handle if isinstance(handle, MeasuredHandle) else handle
+            )
+            env[item.value] = codec.decode(packed, item.like, after=(token,))
+    if ties.arguments:
+        # Else what follows from them alone would be there since the forward pass.
+        late = _small_or_rearranged(program)
+        late = late.intersection(env).difference(codecs)
+        env.update((v, not_before(token, env[v])) for v in late)
+    restored = [env.get(v) for v in range(program.num_arguments)]
+    return restored, list(cotangents), token
+
+
+def _small_or_rearranged(program: Program) -> set[int]:
+    """Returns the arguments that to delay costs little.
+
+    Those that are small, and those that are copied where they are read. Of a large one
+    that a product reads as it is, a copy would have to be made.
+    """
+    found = {v for v in range(program.num_arguments) if not program.is_large(v)}
+    for equation in program.forward:
+        if is_cheap(equation.primitive) or rearranges_operands(equation.primitive):
+            made = sum(program.nbytes(v) for v in equation.outputs)
+            found.update(
+                v
+                for v in equation.input_values
+                if v < program.num_arguments and program.nbytes(v) <= 2 * made
+            )
+    return found

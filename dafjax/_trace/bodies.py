@@ -1,0 +1,152 @@
+"""Loops and branches whose bodies compress residuals of their own.
+
+JAX differentiates a `scan` as a whole: the forward loop returns the residuals of all
+its iterations, stacked, and whatever is done to them afterwards comes too late. So the
+body is given a derivative rule that compresses, before the loop is differentiated; what
+is stacked are codes. The same holds for the branches of a `cond`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+
+from dafjax._trace.equation import (
+    Constant,
+    Equation,
+    bodies,
+    call_instead,
+    evaluate,
+    look_up,
+    scan_arity,
+)
+from dafjax._trace.graph import Graph, flatten
+from dafjax._trace.primitives import is_cheap
+from dafjax._trace.tracing import ClosedJaxpr, has_primitive
+
+
+_WITH_BODIES = ("scan", "cond")
+
+# Returns a body as a function with a derivative rule. Takes the body, those of its
+# arguments that nothing keeps alive for the backward pass, those that are slices of
+# what is alive, and how often it runs.
+WrapBody: TypeAlias = Callable[
+    [ClosedJaxpr, tuple[int, ...], tuple[int, ...], int], Callable[..., Sequence[Any]]
+]
+
+
+def has_bodies(closed: ClosedJaxpr) -> bool:
+    """Returns whether a program has loops or branches to be differentiated."""
+    return has_primitive(closed, _WITH_BODIES)
+
+
+def reads_packed(equation: Equation) -> tuple[int, ...]:
+    """Returns what an equation of the backward pass reads that its body has packed.
+
+    The stacked operands of a loop, and all operands of a branch. What is the same for
+    all iterations is no part of that.
+    """
+    atoms = equation.operand_atoms
+    if equation.primitive == "scan":
+        num_consts, _ = scan_arity(equation)
+        atoms = atoms[num_consts:]
+    elif equation.primitive != "cond":
+        return ()
+    return tuple(atom for atom in atoms if isinstance(atom, int))
+
+
+def alive_values(graph: Graph, activations: Sequence[int]) -> set[int]:
+    """Returns the arguments that are kept alive, and what follows cheaply from them."""
+    alive = set(range(graph.num_inputs)).difference(activations)
+    for equation in graph.equations:
+        if is_cheap(equation.primitive) and alive.issuperset(equation.input_values):
+            alive.update(equation.outputs)
+    return alive
+
+
+def with_wrapped_bodies(
+    closed: ClosedJaxpr, activations: tuple[int, ...], wrap: WrapBody
+) -> Callable[..., list[Any]]:
+    """Returns the program as a function whose loops and branches are wrapped.
+
+    Args:
+        closed: The program, not differentiated yet.
+        activations: Its arguments that nothing keeps alive for the backward pass.
+        wrap: What is done to a body.
+
+    Returns:
+        A function of the program's arguments.
+    """
+    graph = flatten(closed, is_differentiated=False)
+    alive = alive_values(graph, activations)
+
+    def function(*arguments: Any) -> list[Any]:
+        env: dict[int, Any] = dict(enumerate(arguments))
+
+        for equation in graph.equations:
+            if equation.primitive in _WITH_BODIES:
+                run = _scan if equation.primitive == "scan" else _cond
+                atoms = equation.operand_atoms
+                lives = [isinstance(a, Constant) or a in alive for a in atoms]
+                with jax.named_scope(equation.name_stack or "loop"):
+                    outputs = call_instead(
+                        equation, run(equation, lives, wrap), look_up(atoms, env)
+                    )
+            else:
+                outputs = evaluate(equation, look_up(equation.inputs, env))
+            env.update(zip(equation.outputs, outputs, strict=True))
+        return look_up(graph.outputs, env)
+
+    return function
+
+
+def _scan(
+    equation: Equation, lives: Sequence[bool], wrap: WrapBody
+) -> Callable[..., list[Any]]:
+    params = equation.params
+    num_consts, num_carry = scan_arity(equation)
+    first_x = num_consts + num_carry
+    (body,) = bodies(equation)
+    function = wrap(
+        body,
+        tuple(
+            number
+            for number, lives_on in enumerate(lives)
+            if num_consts <= number < first_x or (number >= first_x and not lives_on)
+        ),
+        tuple(n for n, lives_on in enumerate(lives) if n >= first_x and lives_on),
+        params["length"],
+    )
+
+    def run(*operands: Any) -> list[Any]:
+        consts = operands[:num_consts]
+
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = list(function(*consts, *carry, *x))
+            return results[:num_carry], results[num_carry:]
+
+        carry, ys = lax.scan(
+            step,
+            list(operands[num_consts:first_x]),
+            list(operands[first_x:]),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *ys]
+
+    return run
+
+
+def _cond(
+    equation: Equation, lives: Sequence[bool], wrap: WrapBody
+) -> Callable[..., list[Any]]:
+    # The first operand is the number of the branch.
+    activations = tuple(n for n, lives_on in enumerate(lives[1:]) if not lives_on)
+    branches = [wrap(branch, activations, (), 1) for branch in bodies(equation)]
+
+    def run(index: Any, *operands: Any) -> list[Any]:
+        return list(lax.switch(index, branches, *operands))
+
+    return run

@@ -1,0 +1,65 @@
+"""Exponentials that make no large error of a small one.
+
+An error of one in an exponent is a factor of 2.7, which is why most exponentials read
+exact values. That of a negated square, as in the derivative of `erf` and so of a GELU,
+is at most 1, whatever the error of what was squared, and changes by less than that.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from dafjax._trace.equation import Equation, call_equation
+
+
+def name_bounded(
+    equations: Sequence[Equation], avals: Sequence[jax.core.ShapedArray]
+) -> tuple[Equation, ...]:
+    """Returns the equations, the exponentials of negated squares as `bounded_exp`.
+
+    Args:
+        equations: The equations.
+        avals: Shape and dtype of every value.
+    """
+    producers: dict[int | None, Equation] = {
+        value: eqn for eqn in equations for value in eqn.outputs
+    }
+
+    def operand_of(eqn: Equation | None, primitive: str) -> Equation | None:
+        """Returns what makes the operand of an equation of that primitive."""
+        if eqn is None or eqn.primitive != primitive:
+            return None
+        (value,) = eqn.input_values or (None,)
+        return producers.get(value)
+
+    def is_bounded(eqn: Equation) -> bool:
+        made = operand_of(operand_of(eqn, "exp"), "neg")
+        # The square of a complex number can be anything.
+        return (
+            made is not None
+            and _is_square(made)
+            and jnp.issubdtype(avals[made.outputs[0]].dtype, jnp.floating)
+        )
+
+    return tuple(_bounded(eqn, avals) if is_bounded(eqn) else eqn for eqn in equations)
+
+
+def bounded_exp(x: jax.Array) -> jax.Array:
+    """Returns the exponential of a number that is not positive."""
+    return jnp.exp(x)
+
+
+def _is_square(eqn: Equation) -> bool:
+    if eqn.primitive == "integer_pow":
+        return eqn.params["y"] == 2
+    if eqn.primitive == "mul":
+        first, second = eqn.operand_atoms
+        return isinstance(first, int) and first == second
+    return eqn.primitive == "square"
+
+
+def _bounded(eqn: Equation, avals: Sequence[jax.core.ShapedArray]) -> Equation:
+    operands = [avals[value] for value in eqn.input_values]
+    return call_equation(bounded_exp, operands, eqn.inputs, eqn.outputs, eqn)

@@ -1,0 +1,324 @@
+"""One primitive operation of a traced function."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.core
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jax._src.core import DropVar
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """A value known when the function was traced."""
+
+    value: Any
+
+
+# A value is the number of its place in `Graph.avals`.
+Atom: TypeAlias = int | Constant
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """One primitive operation: `outputs = primitive(*inputs)`.
+
+    Attributes:
+        jaxpr: What it computes, a program of its own; its inputs are `inputs`.
+        inputs: What it reads. Literals are part of the equation.
+        outputs: The values it makes.
+    """
+
+    jaxpr: jex_core.Jaxpr
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.jaxpr.eqns) == 1
+
+    @property
+    def primitive(self) -> str:
+        """The primitive's name, for example `"conv_general_dilated"`.
+
+        For what `call_equation` has made, the name of the function. A first power, as
+        jax 0.9 writes the derivative of a square, is a `"copy"`.
+        """
+        name = self.jaxpr.eqns[0].primitive.name
+        if name == "integer_pow" and self.params["y"] == 1:
+            return "copy"
+        return self.params["name"] if name in ("jit", "pjit") else name
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The primitive's parameters."""
+        return self.jaxpr.eqns[0].params
+
+    @property
+    def operand_atoms(self) -> tuple[Atom, ...]:
+        """What the primitive reads, literals and repetitions included."""
+        atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
+        return tuple(
+            Constant(a.val) if isinstance(a, jex_core.Literal) else atoms[a]
+            for a in self.jaxpr.eqns[0].invars
+        )
+
+    @property
+    def key(self) -> Any:
+        """What equations that compute the same have in common, hashable.
+
+        `None` where that cannot be told, and of those that do more than compute.
+        """
+        (eqn,) = self.jaxpr.eqns
+        atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
+
+        def operand(atom: Any) -> Any:
+            if isinstance(atom, jex_core.Literal):
+                return _constant_key(atom.val)
+            known = atoms[atom]
+            return _constant_key(known.value) if isinstance(known, Constant) else known
+
+        operands = tuple(map(operand, eqn.invars))
+        types = tuple((var.aval, isinstance(var, DropVar)) for var in eqn.outvars)
+        key = (eqn.primitive, tuple(sorted(eqn.params.items())), operands, types)
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        is_pure = not eqn.effects and eqn.primitive.name not in _IMPURE
+        return key if is_pure else None
+
+    @property
+    def input_values(self) -> tuple[int, ...]:
+        """The inputs that are values, not constants."""
+        return values_of(self.inputs)
+
+    @property
+    def operand_sizes(self) -> tuple[int, ...]:
+        """The number of elements of every operand, literals included."""
+        return tuple(
+            getattr(atom.aval, "size", 1) for atom in self.jaxpr.eqns[0].invars
+        )
+
+    @property
+    def divisor(self) -> int | None:
+        """The value that it divides by, if it does."""
+        if self.primitive == "div":
+            atom = self.operand_atoms[1]
+        elif self.primitive == "integer_pow" and self.params["y"] < 0:
+            atom = self.operand_atoms[0]
+        else:
+            return None
+        return atom if isinstance(atom, int) else None
+
+    @property
+    def contracted_size(self) -> int:
+        """How many products a `dot_general` sums for one element; 0 for the others."""
+        if self.primitive != "dot_general":
+            return 0
+        (contracted, _), _ = self.params["dimension_numbers"]
+        aval: Any = self.jaxpr.eqns[0].invars[0].aval
+        return math.prod(aval.shape[axis] for axis in contracted)
+
+    @property
+    def num_products(self) -> int:
+        """How many multiplications a product, or an elementwise operation, makes."""
+        eqn = self.jaxpr.eqns[0]
+        results: Any = [var.aval for var in eqn.outvars]
+        size = sum(aval.size for aval in results)
+        if self.primitive == "dot_general":
+            return size * self.contracted_size
+        if self.primitive != "conv_general_dilated":
+            return size
+        # What is padded, and zeros between the elements of a dilated operand, are not
+        # multiplied.
+        operands = (var.aval for var in eqn.invars)
+        return _num_products_of_convolution(self.params, *operands, *results)
+
+    @property
+    def selects(self) -> bool:
+        """Whether its operands only decide which of others are taken."""
+        return self.primitive in ("select_n", "select_rectified")
+
+    @property
+    def makes_channels(self) -> bool:
+        """Whether the last axis of a product is one of features, made by weights.
+
+        Of a convolution the axis of its features; of a `dot_general` one that its
+        second operand alone has, where that has no axis of examples.
+        """
+        if self.primitive == "conv_general_dilated":
+            (aval,) = self.jaxpr.outvars
+            features = self.params["dimension_numbers"].out_spec[1]
+            return features == len(getattr(aval.aval, "shape", ())) - 1
+        if self.primitive != "dot_general":
+            return False
+        (_, contracted), (_, batch) = self.params["dimension_numbers"]
+        aval: Any = self.jaxpr.eqns[0].invars[1].aval
+        return not batch and aval.ndim > len(contracted)
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether it does more than compute its outputs."""
+        return bool(self.jaxpr.eqns[0].effects)
+
+    @property
+    def name_stack(self) -> str:
+        """The names of the scopes it stands in, and of transformations."""
+        return str(self.jaxpr.eqns[0].source_info.name_stack)
+
+    @property
+    def place(self) -> str:
+        """Where in the model it stands, for example `"ResNet/Block_0/Conv_0"`."""
+        return place_of(self.jaxpr.eqns[0])
+
+    @property
+    def source(self) -> str:
+        """The user's line that it comes from."""
+        return source_info_util.summarize(self.jaxpr.eqns[0].source_info)
+
+
+def look_up(atoms: Iterable[Atom], env: Mapping[int, Any]) -> list[Any]:
+    """Returns what some atoms stand for, where `env` has the values."""
+    return [a.value if isinstance(a, Constant) else env[a] for a in atoms]
+
+
+def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    """Runs one equation on arrays or tracers, one for each of `equation.inputs`."""
+    return jax.core.eval_jaxpr(equation.jaxpr, (), *operands)
+
+
+def call_instead(
+    equation: Equation, function: Callable[..., Sequence[Any]], operands: Sequence[Any]
+) -> list[Any]:
+    """Runs a function in place of an equation's primitive.
+
+    Args:
+        equation: The equation.
+        function: Takes one argument for each of `equation.operand_atoms`, and returns
+            all results of the primitive.
+        operands: The values of `equation.operand_atoms`.
+
+    Returns:
+        The values of `equation.outputs`.
+    """
+    (eqn,) = equation.jaxpr.eqns
+    results = function(*operands)
+    return [
+        result
+        for result, var in zip(results, eqn.outvars, strict=True)
+        if not isinstance(var, DropVar)
+    ]
+
+
+def call_equation(
+    function: Callable[..., Any],
+    avals: Sequence[jax.core.ShapedArray],
+    inputs: tuple[Atom, ...],
+    outputs: tuple[int, ...],
+    in_place_of: Equation,
+) -> Equation:
+    """Returns an equation that calls a function, in the place of another equation.
+
+    Args:
+        function: The function, of arrays. Its name stands for that of a primitive.
+        avals: Shape and dtype of its arguments.
+        inputs: The arguments.
+        outputs: The values that it makes.
+        in_place_of: The equation whose place in the model, and in the user's code, the
+            new one takes.
+    """
+    jaxpr = jax.make_jaxpr(jax.jit(function))(*avals).jaxpr
+    (call,) = jaxpr.eqns
+    source_info = in_place_of.jaxpr.eqns[0].source_info
+    return Equation(
+        jaxpr=jaxpr.replace(eqns=[call.replace(source_info=source_info)]),
+        inputs=inputs,
+        outputs=outputs,
+    )
+
+
+def scan_arity(equation: Equation) -> tuple[int, int]:
+    """Returns how many operands of a `scan` are the same for all iterations.
+
+    And how many are carried from one to the next. The rest are stacked.
+    """
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # Since jax 0.11.
+    num_consts, num_carry, _ = (len(group) for group in params["ft_in"].unpack())
+    return num_consts, num_carry
+
+
+def bodies(equation: Equation) -> tuple[ClosedJaxpr, ...]:
+    """Returns the body of a `scan`, or the branches of a `cond`."""
+    params = equation.params
+    found = params["branches"] if "branches" in params else (params["jaxpr"],)
+    return tuple(map(with_constants, found))
+
+
+def values_of(atoms: Iterable[Atom]) -> tuple[int, ...]:
+    """Returns the atoms that are values, not constants."""
+    return tuple(atom for atom in atoms if isinstance(atom, int))
+
+
+def renumber(atoms: Sequence[Atom], numbers: Mapping[int, Atom]) -> tuple[Atom, ...]:
+    """Replaces every value by what `numbers` gives for it."""
+    return tuple(numbers[atom] if isinstance(atom, int) else atom for atom in atoms)
+
+
+# Each draws anew, and has no effect that would say so.
+_IMPURE = frozenset(["rng_uniform"])
+
+
+def _constant_key(value: Any) -> Any:
+    """Returns what equal constants have in common; arrays are equal to themselves."""
+    if np.ndim(value):
+        return id(value)
+    # 0.0 and -0.0 are equal, but not in print.
+    return jnp.result_type(value), repr(value)
+
+
+def place_of(eqn: jex_core.JaxprEqn) -> str:
+    """Returns `"a/b"` where the scopes are `"transpose(jvp(a))/b"`."""
+    name_stack = str(eqn.source_info.name_stack)
+    while (plain := re.sub(r"\b\w+\(([^()]*)\)", r"\1", name_stack)) != name_stack:
+        name_stack = plain
+    return "/".join(part for part in name_stack.split("/") if part)
+
+
+def with_constants(body: Any) -> ClosedJaxpr:
+    """Returns a body with its constants; since jax 0.11 it may carry them itself."""
+    if isinstance(body, ClosedJaxpr):
+        return body
+    return ClosedJaxpr(body, getattr(body, "consts", ()))
+
+
+def _num_products_of_convolution(
+    params: Mapping[str, Any], images: Any, kernel: Any, result: Any
+) -> int:
+    dimensions = params["dimension_numbers"]
+    batch, features, *places = (result.shape[d] for d in dimensions.out_spec)
+    _, features_in, *taps = (kernel.shape[d] for d in dimensions.rhs_spec)
+    _, _, *lengths = (images.shape[d] for d in dimensions.lhs_spec)
+    pairs = 1
+    for axis, (length, num_taps, num_places) in enumerate(
+        zip(lengths, taps, places, strict=True)
+    ):
+        first = np.arange(num_places) * params["window_strides"][axis]
+        tap = np.arange(num_taps) * params["rhs_dilation"][axis]
+        at = first[:, np.newaxis] + tap - params["padding"][axis][0]
+        spread = params["lhs_dilation"][axis]
+        inside = (at >= 0) & (at <= (length - 1) * spread) & (at % spread == 0)
+        pairs *= int(np.count_nonzero(inside))
+    return batch * features * features_in * pairs

@@ -1,0 +1,186 @@
+"""A traced function as one flat list of equations, whatever calls it contains."""
+
+import dataclasses
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import jax.core
+import jax.extend.core as jex_core
+from jax._src.core import DropVar
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr
+
+from dafjax._trace.equation import Atom, Constant, Equation, values_of, with_constants
+
+
+# Calls whose body is spliced into the caller.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    # What it would recompute is recomputed, or kept, as the plan says.
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
+
+# Calls that carry a derivative rule. They are spliced in only after differentiation:
+# the rules have been applied then, and differentiating once more is refused.
+_RULED_CALLS = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+# Wrapped functions inside of a wrapped function are spliced in at once: the outermost
+# decides. This name on a result tells them from other functions with a rule.
+_WRAPPED = "dafjax_wrapped"
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A flat, closed program.
+
+    Invariant: equations stand in an order in which they can be evaluated, and values
+    are numbered in the order in which they are made; the inputs come first.
+
+    Attributes:
+        avals: Shape and dtype of every value.
+        num_inputs: How many of the values are inputs.
+        equations: The operations.
+        outputs: What the program returns.
+        tags: The names that `jax.ad_checkpoint.checkpoint_name` gave to values, where
+            its equations are left out.
+    """
+
+    avals: tuple[jax.core.ShapedArray, ...]
+    num_inputs: int
+    equations: tuple[Equation, ...]
+    outputs: tuple[Atom, ...]
+    tags: Mapping[int, tuple[str, ...]]
+
+
+def live_equations(
+    equations: Sequence[Equation], wanted: Iterable[Atom]
+) -> tuple[Equation, ...]:
+    """Returns those of the equations that `wanted` depends on, in order.
+
+    An equation with an effect, such as printing, is always among them.
+    """
+    needed = set(values_of(wanted))
+    live = []
+    for eqn in reversed(equations):
+        if eqn.has_effect or needed.intersection(eqn.outputs):
+            live.append(eqn)
+            needed.update(eqn.input_values)
+    return tuple(reversed(live))
+
+
+def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
+    """Turns a jaxpr into a `Graph`; calls in it are inlined.
+
+    Calls with a derivative rule only if the program `is_differentiated` already, or if
+    the rule is that of a wrapped function. Then names of values become tags, too: what
+    is named is the value itself.
+    """
+    builder = _Builder(
+        {*_CALLS, *_RULED_CALLS} if is_differentiated else _CALLS,
+        names_are_tags=is_differentiated,
+    )
+    inputs = [builder.new_value(var.aval) for var in closed.jaxpr.invars]
+    outputs = builder.splice(closed, inputs)
+    return Graph(
+        avals=tuple(builder.avals),
+        num_inputs=len(inputs),
+        equations=tuple(builder.equations),
+        outputs=tuple(outputs),
+        tags=builder.tags,
+    )
+
+
+def mark_as_wrapped(results: Sequence[Any]) -> list[Any]:
+    """Returns the results of a wrapped function, which can be recognized by them."""
+    marked = [checkpoint_name(result, _WRAPPED) for result in results[:1]]
+    return [*marked, *results[1:]]
+
+
+def _is_marked(body: ClosedJaxpr) -> bool:
+    return any(
+        eqn.primitive.name == "name" and eqn.params["name"] == _WRAPPED
+        for eqn in body.jaxpr.eqns
+    )
+
+
+class _Builder:
+    """Collects equations while calls are inlined."""
+
+    def __init__(self, inlined: Container[str], *, names_are_tags: bool) -> None:
+        self._inlined = inlined
+        self._names_are_tags = names_are_tags
+        self.tags: dict[int, tuple[str, ...]] = {}
+        self.avals: list[jax.core.ShapedArray] = []
+        self.equations: list[Equation] = []
+
+    def new_value(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def splice(self, closed: ClosedJaxpr, arguments: Sequence[Atom]) -> list[Atom]:
+        jaxpr = closed.jaxpr
+        env: dict[Any, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
+        env.update(
+            (var, Constant(value))
+            for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
+        )
+
+        def read(atom: Any) -> Atom:
+            if isinstance(atom, jex_core.Literal):
+                return Constant(atom.val)
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            body = self._inlined_body(eqn)
+            if body is not None:
+                results = self.splice(body, [read(atom) for atom in eqn.invars])
+                env.update(zip(eqn.outvars, results, strict=True))
+                continue
+            if eqn.primitive.name == "name" and self._names_are_tags:
+                named = env[eqn.outvars[0]] = read(eqn.invars[0])
+                if isinstance(named, int):
+                    tag = eqn.params["name"]
+                    self.tags[named] = (*self.tags.get(named, ()), tag)
+                continue
+            invars = list(
+                dict.fromkeys(
+                    atom
+                    for atom in eqn.invars
+                    if not isinstance(atom, jex_core.Literal)
+                )
+            )
+            outvars = [v for v in eqn.outvars if not isinstance(v, DropVar)]
+            env.update((var, self.new_value(var.aval)) for var in outvars)
+            self.equations.append(
+                Equation(
+                    jaxpr=jaxpr.replace(
+                        constvars=[],
+                        invars=invars,
+                        outvars=outvars,
+                        eqns=[eqn],
+                        effects=eqn.effects,
+                    ),
+                    inputs=tuple(env[var] for var in invars),
+                    outputs=values_of(env[var] for var in outvars),
+                )
+            )
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _inlined_body(self, eqn: jex_core.JaxprEqn) -> ClosedJaxpr | None:
+        """Returns the body to splice in place of a call, or `None` if it is no call."""
+        name = eqn.primitive.name
+        body = eqn.params.get((_CALLS | _RULED_CALLS).get(name, ""))
+        if body is not None:
+            body = with_constants(body)
+        if body is None or name in self._inlined or _is_marked(body):
+            return body
+        return None

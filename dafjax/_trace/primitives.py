@@ -1,0 +1,223 @@
+"""What is known of JAX's primitives: which are cheap to run again, which jump."""
+
+# Continuous in every operand: a small error of an operand is a small error of the
+# result. `bounded_exp` is in `bounded_exp.py`.
+_ELEMENTWISE = frozenset(
+    [
+        *("abs", "add", "add_any", "asinh", "atan", "atan2", "bounded_exp", "cbrt"),
+        *("clamp", "conj", "convert_element_type", "copy", "copy_p", "cos", "div"),
+        *("erf", "erfc", "imag", "integer_pow", "logistic", "max", "min", "mul"),
+        *("neg", "one_minus_square", "real", "reduce_precision", "select_n", "sin"),
+        *("sqrt", "square", "stop_gradient", "sub", "tanh"),
+    ]
+)
+
+# A small error of an operand can be a huge one of the result. Recomputed from codes of
+# logits, a softmax was off by a factor of 10^5. The second half has poles or an edge:
+# the code of a value near one may stand for one beyond it.
+_AMPLIFYING = frozenset(
+    [
+        *("cosh", "cumprod", "exp", "exp2", "expm1", "pow", "reduce_prod", "sinh"),
+        *("acos", "acosh", "asin", "atanh", "erf_inv", "lgamma", "log", "log1p"),
+        *("log2", "rsqrt", "tan"),
+    ]
+)
+
+# What reads a value in jumps, although its results are floating-point: the gradient of
+# max-pooling looks for the place of the maximum again.
+_SEARCHING = frozenset(["select_and_gather_add", "select_and_scatter_add", "sort"])
+
+# Results are booleans or integers, or jump where an operand moves a little.
+_DISCONTINUOUS = frozenset(
+    [
+        *("and", "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne"),
+        *("nextafter", "not", "or", "rem", "round", "shift_left", "sign", "xor"),
+        *("shift_right_arithmetic", "shift_right_logical"),
+    ]
+)
+
+_REARRANGING = frozenset(
+    [
+        *("broadcast_in_dim", "concatenate", "device_put", "dynamic_slice"),
+        *("dynamic_update_slice", "expand_dims", "full_like", "gather", "iota", "name"),
+        *("pad", "reshape", "rev", "scatter", "slice", "split", "squeeze", "stack"),
+        *("tile", "transpose", "unstack"),
+    ]
+)
+
+_PRODUCTS = frozenset(["conv_general_dilated", "dot_general", "ragged_dot_general"])
+
+# Say where an array is, and leave its values alone. A gathered weight is gathered again
+# in the backward pass: it is not kept whole, and never in codes.
+_PLACING = frozenset(
+    [
+        *("all_gather", "all_gather_invariant", "all_gather_reduced", "mesh_cast"),
+        *("pbroadcast", "pvary", "reshard", "sharding_constraint"),
+    ]
+)
+
+_REDUCING = frozenset(
+    [
+        *("cumlogsumexp", "cummax", "cummin", "cumsum", "reduce_and"),
+        *("reduce_max", "reduce_min", "reduce_or", "reduce_sum"),
+        *("reduce_window_max", "reduce_window_sum"),
+    ]
+)
+
+_CONTINUOUS = _ELEMENTWISE | _REARRANGING | _PLACING | _REDUCING
+_CHEAP = _CONTINUOUS | _AMPLIFYING | _DISCONTINUOUS
+
+_ELEMENT_BY_ELEMENT = (_ELEMENTWISE | _AMPLIFYING | _DISCONTINUOUS) - {
+    *("cumprod", "reduce_prod")
+}
+
+_LINEAR_IN_ALL = (
+    _REARRANGING
+    | _PLACING
+    | _PRODUCTS
+    | {
+        *("add", "add_any", "conj", "convert_element_type", "copy", "copy_p", "cumsum"),
+        *("imag", "mul", "neg", "real", "reduce_precision", "reduce_sum"),
+        *("reduce_window_sum", "stop_gradient", "sub"),
+    }
+)
+_LINEAR_IN_FIRST = frozenset(["div"])
+# They choose by what is exact; the first two are of `pooling.py` and `rectifiers.py`
+# in `dafjax/_plan`.
+_LINEAR_BUT_FIRST = frozenset(["pick_places", "select_rectified", "select_n"])
+
+_PARTING = frozenset(["dynamic_slice", "slice", "split", "unstack"])
+
+_ADDING = frozenset(["add", "add_any", "sub"])
+
+_JOINING = frozenset(
+    ["concatenate", "dynamic_update_slice", "pad", "scatter", "scatter-add", "stack"]
+)
+
+_ELEMENT_KEEPING = _PLACING | {
+    *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims"),
+    *("neg", "reduce_precision", "reshape", "rev", "squeeze", "transpose"),
+}
+
+_VALUE_KEEPING = _PLACING | {
+    *("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape")
+}
+
+# XLA copies their operands into another layout.
+_REARRANGING_OPERANDS = frozenset(["conv_general_dilated"])
+
+
+def is_cheap(primitive: str) -> bool:
+    """Returns whether running an operation again costs little beside a product.
+
+    Everything unknown counts as expensive: matrix products, convolutions, loops, sorts,
+    random bits, custom calls.
+    """
+    return primitive in _CHEAP
+
+
+def is_elementwise(primitive: str) -> bool:
+    """Returns whether each element of the result is made of those in its place.
+
+    Of operands of one element in a dimension, that one stands for all.
+    """
+    return primitive in _ELEMENT_BY_ELEMENT
+
+
+def is_product(primitive: str) -> bool:
+    """Returns whether an operation is a matrix product or a convolution."""
+    return primitive in _PRODUCTS
+
+
+def sums_codes(primitive: str) -> bool:
+    """Returns whether an operation sums what so many codes stand for that it is exact.
+
+    `dafjax/_plan/shares.py` has it.
+    """
+    return primitive == "sum_of_codes"
+
+
+def is_continuous(primitive: str) -> bool:
+    """Returns whether a small error of an operand stays small in a floating result."""
+    return primitive in _CONTINUOUS
+
+
+def is_amplifying(primitive: str) -> bool:
+    """Returns whether a small error of an operand can be a huge one of the result."""
+    return primitive in _AMPLIFYING
+
+
+def linear_operands(primitive: str, num_operands: int) -> range:
+    """Returns the operands in which an operation is linear, if the others are exact.
+
+    For products both: each is, as long as the other is not a function of it.
+    """
+    if primitive in _LINEAR_IN_ALL:
+        return range(num_operands)
+    if primitive in _LINEAR_IN_FIRST:
+        return range(1)
+    return range(1, num_operands) if primitive in _LINEAR_BUT_FIRST else range(0)
+
+
+def takes_parts(primitive: str) -> bool:
+    """Returns whether the results of an operation are parts of its first operand."""
+    return primitive in _PARTING
+
+
+def joins_parts(primitive: str) -> bool:
+    """Returns whether a result has elements of several operands, or zeros besides."""
+    return primitive in _JOINING
+
+
+def adds_operands(primitive: str) -> bool:
+    """Returns whether the result is the sum of the operands, or their difference."""
+    return primitive in _ADDING
+
+
+def multiplies_elements(primitive: str) -> bool:
+    """Returns whether the result is the product of the operands, element by element."""
+    return primitive == "mul"
+
+
+def is_reduction(primitive: str, num_elements: int, reduced_from: int) -> bool:
+    """Returns whether a result is worth no codes beside what it was reduced from.
+
+    Args:
+        primitive: What made it, a sum or a slice for example.
+        num_elements: Its elements.
+        reduced_from: Those of the largest operand.
+    """
+    return is_cheap(primitive) and num_elements * _REDUCTION <= reduced_from
+
+
+# A raw value this many times smaller than what it was reduced from costs no more than
+# the codes of that would at 2 bits of 32.
+_REDUCTION = 16
+
+
+def keeps_elements(primitive: str) -> bool:
+    """Returns whether elements are moved, repeated or negated, and no more."""
+    return primitive in _ELEMENT_KEEPING
+
+
+def keeps_last_axis(primitive: str) -> bool:
+    """Returns whether elements of a result are of the channels that operands have.
+
+    That is, if the results have the shape of the operands.
+    """
+    return primitive in _ELEMENTWISE or primitive in _PLACING or primitive == "name"
+
+
+def keeps_values(primitive: str) -> bool:
+    """Returns whether all elements of the result of one operand are elements of it."""
+    return primitive in _VALUE_KEEPING
+
+
+def needs_exact_operands(primitive: str) -> bool:
+    """Returns whether an equation of the backward pass must read exact values."""
+    return primitive in _SEARCHING
+
+
+def rearranges_operands(primitive: str) -> bool:
+    """Returns whether XLA copies the operands of an operation before it runs it."""
+    return primitive in _REARRANGING_OPERANDS

@@ -1,0 +1,271 @@
+"""A function's forward and backward programs, over one numbering of their values."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from dafjax._trace.bounded_exp import name_bounded
+from dafjax._trace.equation import Atom, Equation, renumber, values_of
+from dafjax._trace.graph import flatten, live_equations
+from dafjax._trace.tracing import ClosedJaxpr, as_function
+
+
+_SMALL_NBYTES = 16 * 1024
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A function and its transpose, before anything is decided about residuals.
+
+    A residual is a value that is read by `backward` but made by `forward`, or an
+    argument. All equations of `backward` depend on a cotangent; whatever in the
+    transpose does not has been moved to the end of `forward`, where it is one more
+    thing that can be kept or recomputed.
+
+    Attributes:
+        avals: Shape and dtype of every value.
+        num_arguments: The arguments are the values `0 .. num_arguments - 1`.
+        forward: The equations that do not depend on a cotangent.
+        results: What the function returns.
+        cotangents: The values that stand for the cotangents of differentiable results.
+        backward: The equations that depend on a cotangent, those needed for
+        `gradients`.
+        gradients: The cotangents of the perturbed arguments.
+        perturbed: For every argument, whether it is differentiated.
+        differentiable: For every result, whether it has a cotangent.
+        tags: The names that the user gave to values of `forward`.
+    """
+
+    avals: tuple[jax.core.ShapedArray, ...]
+    num_arguments: int
+    forward: tuple[Equation, ...]
+    results: tuple[Atom, ...]
+    cotangents: tuple[int, ...]
+    backward: tuple[Equation, ...]
+    gradients: tuple[Atom, ...]
+    perturbed: tuple[bool, ...]
+    differentiable: tuple[bool, ...]
+    tags: Mapping[int, tuple[str, ...]]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Sixteen digits that tell this program from others."""
+        return _digest(
+            self.avals,
+            (*self.forward, *self.backward),
+            f"{self.perturbed} {values_of(self.results)} {self.tags}",
+        )
+
+    def nbytes(self, value: int) -> int:
+        """Returns the bytes of a value; 0 for dtypes without a size, such as keys."""
+        aval = self.avals[value]
+        return aval.size * getattr(aval.dtype, "itemsize", 0)
+
+    def is_large(self, value: int) -> bool:
+        """Returns whether it matters when a value is there, by its bytes."""
+        return self.nbytes(value) > _SMALL_NBYTES
+
+    def residuals(self) -> tuple[int, ...]:
+        """Returns what the backward pass reads of the forward pass, in order."""
+        made = {value for eqn in self.backward for value in eqn.outputs}
+        made.update(self.cotangents)
+        read = {value for eqn in self.backward for value in eqn.input_values}
+        read.update(values_of(self.gradients))
+        return tuple(sorted(read - made))
+
+
+def fingerprint_of_function(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> str:
+    """Returns sixteen digits that tell a function, not differentiated yet, from others.
+
+    Where its loops and branches keep codes, its `Program` has their shapes, and another
+    fingerprint with other bits. This one stays the same.
+    """
+    graph = flatten(closed, is_differentiated=False)
+    return _digest(
+        graph.avals, graph.equations, f"{tuple(perturbed)} {values_of(graph.outputs)}"
+    )
+
+
+def _digest(avals: Iterable[Any], equations: Iterable[Equation], rest: str) -> str:
+    lines = [str(aval) for aval in avals]
+    for eqn in equations:
+        lines.append(f"{eqn.primitive} {eqn.input_values} {eqn.outputs} {eqn.place}")
+        lines.extend(f"{k}={v}" for k, v in eqn.params.items() if _is_plain(v))
+    return hashlib.sha256("\n".join([*lines, rest]).encode()).hexdigest()[:16]
+
+
+def _is_plain(param: Any) -> bool:
+    """Returns whether a parameter prints alike in every process."""
+    if isinstance(param, tuple):
+        return all(map(_is_plain, param))
+    return param is None or isinstance(param, (bool, int, float, str))
+
+
+def is_differentiable(dtype: Any) -> bool:
+    """Returns whether values of a dtype have cotangents."""
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
+    """Splits a traced function into its forward and its backward program.
+
+    Args:
+        closed: The function.
+        perturbed: For every argument, whether it is differentiated. The others cause no
+            residuals.
+
+    Returns:
+        The two programs.
+    """
+    differentiable = tuple(is_differentiable(aval.dtype) for aval in closed.out_avals)
+    traced, transposed = _trace(closed, perturbed, differentiable)
+    num_results = len(differentiable)
+    num_cotangents = sum(differentiable)
+
+    first, second = flatten(traced), flatten(transposed)
+    avals = list(first.avals)
+    forward = list(first.equations)
+    backward = []
+    # Numbers of the values of the second program in the joint numbering.
+    residuals = first.outputs[num_results:]
+    numbers: dict[int, Atom] = dict(enumerate(residuals))
+    cotangents = []
+    for value in range(len(residuals), len(residuals) + num_cotangents):
+        numbers[value] = len(avals)
+        cotangents.append(len(avals))
+        avals.append(second.avals[value])
+
+    made = _Made(forward)
+    depends = set(cotangents)
+    for eqn in live_equations(second.equations, second.outputs):
+        inputs = renumber(eqn.inputs, numbers)
+        # What `jax.checkpoint` inside would compute again is there already.
+        there = made.find(dataclasses.replace(eqn, inputs=inputs))
+        if there is not None:
+            numbers.update(zip(eqn.outputs, there, strict=True))
+            continue
+        outputs = []
+        for value in eqn.outputs:
+            numbers[value] = len(avals)
+            outputs.append(len(avals))
+            avals.append(second.avals[value])
+        joint = Equation(jaxpr=eqn.jaxpr, inputs=inputs, outputs=tuple(outputs))
+        if depends.isdisjoint(joint.input_values):
+            forward.append(joint)
+        else:
+            backward.append(joint)
+            depends.update(outputs)
+
+    return Program(
+        avals=tuple(avals),
+        num_arguments=first.num_inputs,
+        forward=name_bounded(forward, avals),
+        results=first.outputs[:num_results],
+        cotangents=tuple(cotangents),
+        backward=tuple(backward),
+        gradients=renumber(second.outputs, numbers),
+        perturbed=tuple(perturbed),
+        differentiable=differentiable,
+        tags=first.tags,
+    )
+
+
+class _Made:
+    """Finds the values that an equation would make, if others have made them."""
+
+    def __init__(self, equations: Sequence[Equation]) -> None:
+        self._by_key: dict[Any, tuple[int, ...]] = {}
+        # The first of values that are equal.
+        self._first: dict[int, Atom] = {}
+        for eqn in equations:
+            key = self._key(eqn)
+            if key is not None:
+                first = self._by_key.setdefault(key, eqn.outputs)
+                self._first.update(zip(eqn.outputs, first, strict=True))
+
+    def find(self, eqn: Equation) -> tuple[int, ...] | None:
+        """Returns the values, or `None` if they are not there."""
+        key = self._key(eqn)
+        return None if key is None else self._by_key.get(key)
+
+    def _key(self, eqn: Equation) -> Any:
+        inputs = tuple(
+            self._first.get(atom, atom) if isinstance(atom, int) else atom
+            for atom in eqn.inputs
+        )
+        return dataclasses.replace(eqn, inputs=inputs).key
+
+
+def _trace(
+    closed: ClosedJaxpr,
+    perturbed: Sequence[bool],
+    differentiable: Sequence[bool],
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Traces arguments -> results, residuals and residuals, cotangents -> gradients."""
+    function = as_function(closed)
+    pullbacks: list[Callable[[Sequence[Any]], Any]] = []
+
+    def forward(*arguments: Any) -> tuple[list[Any], list[Any]]:
+        results, pullback = vjp_of_perturbed(
+            function, arguments, perturbed, differentiable
+        )
+        leaves, structure = jax.tree.flatten(pullback)
+        pullbacks.append(lambda leaves: jax.tree.unflatten(structure, leaves))
+        return results, leaves
+
+    def backward(leaves: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        return pullbacks[-1](leaves)(list(cotangents))
+
+    traced = trace_like(forward, *closed.in_avals)
+    transposed = jax.make_jaxpr(backward)(
+        traced.out_avals[len(differentiable) :],
+        _cotangents_of(_where(closed.out_avals, differentiable)),
+    )
+    return traced, transposed
+
+
+def vjp_of_perturbed(
+    function: Callable[..., list[Any]],
+    arguments: Sequence[Any],
+    perturbed: Sequence[bool],
+    differentiable: Sequence[bool],
+) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Returns all results, and the pullback of the differentiable ones.
+
+    The pullback is a pytree whose leaves are the residuals.
+    """
+
+    def of_perturbed(*chosen: Any) -> tuple[list[Any], list[Any]]:
+        remaining = iter(chosen)
+        results = function(
+            *(
+                next(remaining) if moves else value
+                for value, moves in zip(arguments, perturbed, strict=True)
+            )
+        )
+        return _where(results, differentiable), results
+
+    _, pullback, results = jax.vjp(
+        of_perturbed, *_where(arguments, perturbed), has_aux=True
+    )
+    return results, pullback
+
+
+def trace_like(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
+    """Traces a function of arguments of the given types."""
+    return jax.make_jaxpr(function)(*avals)
+
+
+def _where(items: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    return [item for item, take in zip(items, chosen, strict=True) if take]
+
+
+def _cotangents_of(avals: Sequence[Any]) -> list[Any]:
+    return [aval.to_ct_aval() for aval in avals]

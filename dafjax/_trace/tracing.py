@@ -1,0 +1,148 @@
+"""Functions as programs: tracing them, and what a whole program contains."""
+
+import collections
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from jax._src import config
+from jax._src.core import jaxprs_in_params, trace_state_clean
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+
+from dafjax._trace.equation import place_of
+
+
+def trace(
+    fun: Callable[..., Any], leaves: Sequence[Any]
+) -> tuple[ClosedJaxpr, tuple[Any, ...], Any]:
+    """Traces a function of flat arguments; what it closes over becomes arguments.
+
+    Args:
+        fun: The function. It may return any pytree of arrays.
+        leaves: Its arguments, or what stands for their shapes and dtypes.
+
+    Returns:
+        The traced function of the values closed over, then the arguments; the values
+        closed over; the structure of the result.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*leaves)
+    jaxpr = closed.jaxpr
+    hoisted = jaxpr.replace(
+        constvars=[],
+        invars=[*jaxpr.constvars, *jaxpr.invars],
+        debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return (
+        ClosedJaxpr(hoisted, ()),
+        tuple(closed.consts),
+        jax.tree.structure(shapes),
+    )
+
+
+def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """Returns the function that was traced, of flat arguments, with a flat result."""
+    return jex_core.jaxpr_as_fun(closed)
+
+
+def trace_context() -> Any:
+    """Returns what a trace depends on beside its arguments, hashable.
+
+    Settings such as `jax_enable_x64` and the default matmul precision, and the axes
+    that `vmap` and `shard_map` have named.
+    """
+    return config.trace_context()
+
+
+def is_tracing() -> bool:
+    """Returns whether a transformation of JAX is under way."""
+    return not trace_state_clean()
+
+
+def count_calls(closed: ClosedJaxpr) -> collections.Counter[str]:
+    """Counts how often a program calls each function that `jax.jit` wraps, by name.
+
+    A call in the body of a `scan` counts once for each iteration. Of a function that
+    has been split (JAX moves what is the same in every iteration out of a loop), the
+    largest part counts.
+    """
+    calls: dict[str, collections.Counter[int]] = {}
+
+    def visit(jaxpr: jex_core.Jaxpr, times: int) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("jit", "pjit"):
+                num_equations = len(eqn.params["jaxpr"].eqns)
+                of_name = calls.setdefault(eqn.params["name"], collections.Counter())
+                of_name[num_equations] += times
+            length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for body in jaxprs_in_params(eqn.params):
+                visit(body, times * length)
+
+    visit(closed.jaxpr, 1)
+    return collections.Counter({name: n[max(n)] for name, n in calls.items()})
+
+
+def count_live(closed: ClosedJaxpr, reader: str, maker: str) -> list[tuple[Any, int]]:
+    """Counts how many there are at once of what a program keeps for each reader.
+
+    A loop that makes things for another loop to read stacks them; one that makes things
+    and reads them itself, as one over micro-batches does, has those of one iteration.
+
+    Args:
+        closed: The program.
+        reader: Name of the primitive that reads.
+        maker: Name of the primitive that makes.
+
+    Returns:
+        The equations that read, each with the number of iterations whose things are
+        there together.
+    """
+
+    def visit(jaxpr: jex_core.Jaxpr) -> tuple[bool, list[tuple[Any, int]]]:
+        makes, counts = False, []
+        for eqn in jaxpr.eqns:
+            makes |= eqn.primitive.name == maker
+            if eqn.primitive.name == reader:
+                counts.append((eqn, 1))
+            length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for body in jaxprs_in_params(eqn.params):
+                makes_inside, inside = visit(body)
+                times = 1 if makes_inside else length
+                makes |= makes_inside
+                counts += [(inner, n * times) for inner, n in inside]
+        return makes, counts
+
+    return visit(closed.jaxpr)[1]
+
+
+def names_in(closed: ClosedJaxpr) -> frozenset[str]:
+    """Returns the names of values and scopes of a program, at whatever depth."""
+    names: set[str] = set()
+
+    def visit(jaxpr: jex_core.Jaxpr) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "name":
+                names.add(eqn.params["name"])
+            names.update(names_of_place(place_of(eqn)))
+            for body in jaxprs_in_params(eqn.params):
+                visit(body)
+
+    visit(closed.jaxpr)
+    return frozenset(names)
+
+
+def names_of_place(place: str) -> tuple[str, ...]:
+    """Returns a place in the model and the parts of it."""
+    return (place, *place.split("/")) if place else ()
+
+
+def has_primitive(closed: ClosedJaxpr, names: Container[str]) -> bool:
+    """Returns whether a program runs one of some primitives, at whatever depth."""
+
+    def found(jaxpr: jex_core.Jaxpr) -> bool:
+        return any(
+            eqn.primitive.name in names or any(map(found, jaxprs_in_params(eqn.params)))
+            for eqn in jaxpr.eqns
+        )
+
+    return found(closed.jaxpr)
