@@ -64,9 +64,9 @@ class Bits:
     attention is recomputed from them, has 8 bits, whatever is said here.
 
     What is small beside the others, as between the factors of a low-rank adapter, gets
-    twice the bits, for a 32nd more in all at most: its noise counts as much as that of
-    what is large. Not so what is named, nor where bits are allocated, as in a
-    `dafjax.stores.PagePool`.
+    twice the bits, for a 32nd more in all at most (with `rematerialize` about that):
+    its noise counts as much as that of what is large. Not so what is named, nor where
+    bits are allocated, as in a `dafjax.stores.PagePool`.
 
     Attributes:
         linear: Bits of residuals that enter gradients linearly.

@@ -13,7 +13,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax._plan.planner import make_plan
 from dafjax._plan.recorder import current_recorder
-from dafjax._plan.segments import cut, nbits_to_start_from
+from dafjax._plan.segments import cut, nbits_of_loops
 from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule
 from dafjax._trace.bodies import has_bodies, with_wrapped_bodies
 from dafjax._trace.equation import look_up
@@ -57,7 +57,17 @@ def with_compressed_residuals(
             nbits_beside=0,
         )
     segments, results = cut(closed, activations)
-    starts = [nbits_to_start_from(segment) for segment in segments]
+    # Not those that start from arguments alone, and not right before the backward pass.
+    # Of loops and branches the iterations are run again.
+    run_again = [
+        bool(segment.activations)
+        and not segment.ends
+        and not has_bodies(segment.closed)
+        for segment in segments
+    ]
+    # What is kept of all others waits together, and shares what it may cost.
+    num_waiting = max(1, run_again.count(False))
+    of_loops = list(map(nbits_of_loops, segments))
     functions = [
         _with_rule(
             segment.closed,
@@ -65,12 +75,13 @@ def with_compressed_residuals(
             segment.activations,
             slices=tuple(n for n, v in enumerate(segment.inputs) if v in slices),
             iterations=iterations,
-            # Neither where it starts from arguments alone, nor right before its
-            # backward pass.
-            runs_again=bool(segment.activations) and not segment.ends,
-            nbits_beside=sum(starts) - start,
+            runs_again=runs_again,
+            # Its own loops count in its plan.
+            nbits_beside=(sum(of_loops) - of_own) // num_waiting,
         )
-        for segment, start in zip(segments, starts, strict=True)
+        for segment, runs_again, of_own in zip(
+            segments, run_again, of_loops, strict=True
+        )
     ]
 
     def function(seed: jax.Array, *arguments: Any) -> list[Any]:
@@ -93,10 +104,7 @@ def _with_rule(
     runs_again: bool,
     nbits_beside: int,
 ) -> Callable[..., list[Any]]:
-    """Returns the function as one with a derivative rule of its own.
-
-    With loops or branches inside it is not run again: their iterations are.
-    """
+    """Returns the function as one with a derivative rule of its own."""
     evaluate = as_function(closed)
     differentiable = tuple(is_differentiable(aval.dtype) for aval in closed.out_avals)
 
@@ -127,7 +135,7 @@ def _with_rule(
         )
         plan = dataclasses.replace(plan, slices=frozenset(n + shift for n in slices))
         if plan.compresses or options.policy.is_binding:
-            if runs_again and source is closed:
+            if runs_again:
                 return RerunRule(plan, program, options, numbers)
             return ScheduledRule(plan, options)
         if recorded:

@@ -55,8 +55,8 @@ def make_plan(
         function: What tells the function from others, if not its fingerprint.
         spares_bits: Whether small residuals get more bits. Not so where bits are
             allocated: the planned ones are then bounds, and say how residuals are read.
-        nbits_beside: The bits of what waits beside what is kept of the program, against
-            which residuals are small.
+        nbits_beside: The bits of what waits of loops in other programs, against which
+            residuals of this one are small.
 
     Returns:
         The plan.

@@ -7,7 +7,7 @@ for 3 x 3, kept as exact bits.
 
 What was pooled is then often recomputed from codes, and the layer above needs the
 pooled values. The maximum of values with rounding noise is too large; the element at
-the place that was noted has no bias, as with `_rectifiers`.
+the place that was noted has no bias, as in `rectifiers.py`.
 
 Ties, padding and NaN are as in JAX: the first of equal elements wins, in row-major
 order; padding counts as -infinity, which wins where it comes first and nothing is

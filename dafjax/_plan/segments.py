@@ -103,17 +103,19 @@ def cut(
     return tuple(segments), graph.outputs
 
 
-def nbits_to_start_from(segment: Segment) -> int:
-    """Returns the bits of what a segment is run again from.
+def nbits_of_loops(segment: Segment) -> int:
+    """Estimates the bits that wait of a segment's loops while other segments run again.
 
-    That of its loops is what each iteration is run again from.
+    What each iteration is run again from is what the loop carries. Loops in loops and
+    in branches are not counted, nor what is stacked; loops that nobody trains are.
     """
-    elements = sum(segment.closed.in_avals[n].size for n in segment.activations)
-    for eqn in flatten(segment.closed, is_differentiated=False).equations:
+    graph = flatten(segment.closed, is_differentiated=False)
+    elements = 0
+    for eqn in graph.equations:
         if eqn.primitive == "scan":
-            num_consts, num_carry = scan_arity(eqn)
-            carried = eqn.operand_sizes[num_consts : num_consts + num_carry]
-            elements += eqn.params["length"] * sum(carried)
+            _, num_carry = scan_arity(eqn)
+            carried = (v for v in eqn.outputs[:num_carry] if _is_floating(graph, v))
+            elements += eqn.params["length"] * sum(graph.avals[v].size for v in carried)
     return elements * _BETWEEN_BITS
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dafjax._bits import TWICE
 
 
-# The part of all codes' bits that they may cost.
+# The part of the codes' bits, and of what waits beside them, that they may cost.
 _SPARE = 1 / 32
 
 
@@ -28,8 +28,8 @@ def with_spare_bits(
     Args:
         bits: Of residuals, by their numbers.
         sizes: Their numbers of elements.
-        beside: The bits of what waits with them and cannot have more, as what the loops
-            of a program have packed.
+        beside: The bits of what waits outside of these codes: what loops and branches
+            have packed, and what loops are run again from.
 
     Returns:
         The bits of all of them.
