@@ -21,8 +21,9 @@ class Case:
         batch: Examples.
         size: Tokens of a sequence, or side of an image.
         seed: Of weights and inputs.
-        double: Whether gradients are compared in float64. Those of a deep ResNet in
-            float32 are off by 3e-3 in PyTorch too: inputs of ReLUs are nearly zero.
+        double: Whether logits and gradients are compared in float64. Gradients of a
+            deep ResNet in float32 are off by 3e-3 in PyTorch too: inputs of ReLUs are
+            nearly zero.
         left_out: Tensors that are equal to others, which safetensors stores once.
     """
 

@@ -69,14 +69,19 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, tmp_path):
     save_model(model, tmp_path / "model.safetensors")
     want = references.ask(model, case.config, inputs)
     value, logits, gradients = ours(case.config, tmp_path, inputs)
-    np.testing.assert_allclose(logits, want.logits, atol=1e-4)
     np.testing.assert_allclose(value, want.loss, rtol=1e-4)
     if case.double:
+        # In float32, those of a ResNet-50 are 1.6e-4 off there and 2.0e-4 here, of 8.
+        np.testing.assert_allclose(
+            logits, want.logits, atol=1e-4 * np.abs(want.logits).max()
+        )
         inputs = {name: in_double(x) for name, x in inputs.items()}
         model.zero_grad()
         want = references.ask(model.double(), case.config, inputs)
         with jax.enable_x64(True):
-            _, _, gradients = ours(case.config, tmp_path, inputs)
+            _, logits, gradients = ours(case.config, tmp_path, inputs)
+    atol = 1e-9 if case.double else 1e-4
+    np.testing.assert_allclose(logits, want.logits, atol=atol)
     assert set(gradients) == set(want.gradients)
     scale = max(np.abs(x).max() for x in want.gradients.values())
     for name, x in gradients.items():
