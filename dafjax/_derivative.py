@@ -13,7 +13,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax._plan.planner import make_plan
 from dafjax._plan.recorder import current_recorder
-from dafjax._plan.segments import cut, nbits_of_loops
+from dafjax._plan.segments import cut
 from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule
 from dafjax._trace.bodies import has_bodies, with_wrapped_bodies
 from dafjax._trace.equation import look_up
@@ -57,17 +57,10 @@ def with_compressed_residuals(
             nbits_beside=0,
         )
     segments, results = cut(closed, activations)
-    # Not those that start from arguments alone, and not right before the backward pass.
-    # Of loops and branches the iterations are run again.
-    run_again = [
-        bool(segment.activations)
-        and not segment.ends
-        and not has_bodies(segment.closed)
-        for segment in segments
-    ]
-    # What is kept of all others waits together, and shares what it may cost.
-    num_waiting = max(1, run_again.count(False))
-    of_loops = list(map(nbits_of_loops, segments))
+    # What is kept of those that are not run again waits together, and shares what it
+    # may cost. The loops of a segment count in its own plan.
+    num_waiting = max(1, sum(not segment.runs_again for segment in segments))
+    of_loops = sum(segment.nbits_of_loops for segment in segments)
     functions = [
         _with_rule(
             segment.closed,
@@ -75,13 +68,10 @@ def with_compressed_residuals(
             segment.activations,
             slices=tuple(n for n, v in enumerate(segment.inputs) if v in slices),
             iterations=iterations,
-            runs_again=runs_again,
-            # Its own loops count in its plan.
-            nbits_beside=(sum(of_loops) - of_own) // num_waiting,
+            runs_again=segment.runs_again,
+            nbits_beside=(of_loops - segment.nbits_of_loops) // num_waiting,
         )
-        for segment, runs_again, of_own in zip(
-            segments, run_again, of_loops, strict=True
-        )
+        for segment in segments
     ]
 
     def function(seed: jax.Array, *arguments: Any) -> list[Any]:

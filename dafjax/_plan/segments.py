@@ -14,7 +14,7 @@ from typing import Any, final
 
 import jax.numpy as jnp
 
-from dafjax._trace.bodies import alive_values
+from dafjax._trace.bodies import alive_values, has_bodies
 from dafjax._trace.equation import (
     Atom,
     Equation,
@@ -53,6 +53,10 @@ class Segment:
         activations: Positions of the inputs that nothing keeps alive.
         ends: Whether all outputs are small, as a loss. The backward pass of such a
             segment follows at once.
+        nbits_of_loops: About how many bits wait of its loops while other segments run
+            again: what each iteration is run again from, which is what the loop
+            carries. Loops in loops and in branches are not counted, nor what is
+            stacked; loops that nobody trains are.
     """
 
     closed: ClosedJaxpr
@@ -60,6 +64,16 @@ class Segment:
     outputs: tuple[int, ...]
     activations: tuple[int, ...]
     ends: bool
+    nbits_of_loops: int
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the backward pass runs it again.
+
+        Not if it starts from arguments alone, nor right before its backward pass; of
+        loops and branches the iterations are run again.
+        """
+        return bool(self.activations) and not self.ends and not has_bodies(self.closed)
 
 
 def cut(
@@ -101,22 +115,6 @@ def cut(
         own = [eqn for eqn in equations if eqn in chosen]
         segments.append(_segment(graph, own, wanted, alive))
     return tuple(segments), graph.outputs
-
-
-def nbits_of_loops(segment: Segment) -> int:
-    """Estimates the bits that wait of a segment's loops while other segments run again.
-
-    What each iteration is run again from is what the loop carries. Loops in loops and
-    in branches are not counted, nor what is stacked; loops that nobody trains are.
-    """
-    graph = flatten(segment.closed, is_differentiated=False)
-    elements = 0
-    for eqn in graph.equations:
-        if eqn.primitive == "scan":
-            _, num_carry = scan_arity(eqn)
-            carried = (v for v in eqn.outputs[:num_carry] if _is_floating(graph, v))
-            elements += eqn.params["length"] * sum(graph.avals[v].size for v in carried)
-    return elements * _BETWEEN_BITS
 
 
 def _find_cuts(
@@ -245,7 +243,18 @@ def _segment(
         outputs=tuple(outputs),
         activations=tuple(n for n, v in enumerate(inputs) if v not in alive),
         ends=all(_nbytes(graph, v) <= _SMALL_NBYTES for v in outputs),
+        nbits_of_loops=_nbits_of_loops(graph, equations),
     )
+
+
+def _nbits_of_loops(graph: Graph, equations: Sequence[Equation]) -> int:
+    elements = 0
+    for eqn in equations:
+        if eqn.primitive == "scan":
+            _, num_carry = scan_arity(eqn)
+            carried = (v for v in eqn.outputs[:num_carry] if _is_floating(graph, v))
+            elements += eqn.params["length"] * sum(graph.avals[v].size for v in carried)
+    return elements * _BETWEEN_BITS
 
 
 def _is_floating(graph: Graph, value: int) -> bool:
