@@ -18,6 +18,7 @@ from dafjax._schedule.backward_pass import run_backward
 from dafjax._schedule.forward_pass import run_forward
 from dafjax._schedule.restored_arguments import restore_arguments
 from dafjax._schedule.schedule import schedule_backward
+from dafjax._schedule.stored import codecs_in
 from dafjax._schedule.ties import Ties
 from dafjax._trace.residuals import Program, vjp_of_perturbed
 from dafjax.policies import AbstractPolicy
@@ -197,11 +198,16 @@ class _ForwardPass:
 
 def _make_backward_pass(plan: ProgramPlan, options: Options) -> Callable[..., Any]:
     """Returns a backward pass as scheduled; compiled once when called eagerly."""
+    store = options.store
+    codecs = codecs_in(store, plan)
+    # Importances are measured of whole values.
+    if any(store.measured_code(codec) is not None for codec in codecs.values()):
+        codecs = {}
     run = functools.partial(
         run_backward,
         plan,
-        schedule_backward(plan),
-        store=options.store,
+        schedule_backward(plan, codecs),
+        store=store,
         ties=options.ties,
     )
     return jax.jit(run, inline=True)

@@ -13,7 +13,8 @@ from benchmarks.methods import compress, save_all
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.training import Workload
 from dafjax import _remat_compress
-from dafjax._schedule import schedule
+from dafjax._plan import planner
+from dafjax._schedule import division, loops, schedule, stretches
 from dafjax._schedule.schedule import _Builder
 from dafjax._schedule.ties import Ties
 from dafjax.codecs import Affine
@@ -248,11 +249,16 @@ def test_without_outgoing_ties_reductions_are_put_off(monkeypatch):
 
 @functools.cache
 def resnet_nbytes(bits=None, **ties):
-    """Returns the temp bytes of a training step of ResNet-18, a quarter as wide."""
+    """Returns the temp bytes of a training step of ResNet-18, a quarter as wide.
+
+    Its arrays are divided as those of the whole ResNet are.
+    """
     method = save_all.make(2) if bits is None else compress.make(bits)
     workload = Workload(method, batch=64, width=16)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_ties(monkeypatch, **ties)
+        least = division._LEAST_NBYTES_OF_PART // 16
+        monkeypatch.setattr(division, "_LEAST_NBYTES_OF_PART", least)
         return workload.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -266,13 +272,13 @@ def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once():
     assert got > 1.02 * resnet_nbytes(bits=2)
 
 
-def restore_whole(monkeypatch):
-    monkeypatch.setattr(schedule, "in_parts", lambda program, step, read: step.restored)
+def run_whole(monkeypatch):
+    monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
 
 
 def test_without_ties_of_operands_copies_of_cotangents_wait(monkeypatch):
-    """Beside what a loop restores in parts they do not: copies are made behind it."""
-    restore_whole(monkeypatch)
+    """Where they are there as a whole."""
+    run_whole(monkeypatch)
     tied, untied = (
         resnet_nbytes.__wrapped__(bits=2, operands=operands)
         for operands in (True, False)
@@ -280,10 +286,33 @@ def test_without_ties_of_operands_copies_of_cotangents_wait(monkeypatch):
     assert untied > 1.1 * tied
 
 
-def test_partial_results_are_not_there_as_a_whole(monkeypatch):
+def test_what_runs_in_parts_is_not_there_as_a_whole(monkeypatch):
     in_parts = resnet_nbytes(bits=2)
-    restore_whole(monkeypatch)
-    assert resnet_nbytes.__wrapped__(bits=2) > 1.02 * in_parts
+    run_whole(monkeypatch)
+    assert resnet_nbytes.__wrapped__(bits=2) > 1.2 * in_parts
+
+
+def test_without_ties_in_loops_all_is_copied_for_every_part(monkeypatch):
+    in_parts = resnet_nbytes(bits=2)
+    monkeypatch.setattr(loops, "tie", lambda *arrays: arrays)
+    assert resnet_nbytes.__wrapped__(bits=2) > 1.1 * in_parts
+
+
+def test_a_weight_is_not_copied_for_its_optimizer(monkeypatch):
+    """Its gradient waits until the weight is read no more."""
+    waited = resnet_nbytes(bits=2)
+    monkeypatch.setattr(
+        schedule, "behind_last_reads", lambda program, steps: tuple(steps)
+    )
+    assert resnet_nbytes.__wrapped__(bits=2) > 1.02 * waited
+
+
+def test_a_mask_keeps_nothing_but_the_result_waiting(monkeypatch):
+    of_results = resnet_nbytes(bits=2)
+    monkeypatch.setattr(
+        planner, "with_masks_of_results", lambda program, *others: (program, {})
+    )
+    assert resnet_nbytes.__wrapped__(bits=2) > 1.02 * of_results
 
 
 def test_what_goes_through_ties_is_not_computed_in_place():

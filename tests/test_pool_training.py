@@ -296,7 +296,8 @@ class TestAtRunTime:
             with pytest.raises(jax.errors.JaxRuntimeError, match=message):
                 jax.block_until_ready(gradient(p, x))
         pool.budget = None
-        _assert_same(gradient(p, x), _gradient(Arrays(), bits=8)(p, x))
+        # Of arrays sums are taken in parts.
+        assert _distance(gradient(p, x), _gradient(Arrays(), bits=8)(p, x)) < 1e-6
 
     def test_a_put_and_its_get_vanish_where_nothing_uses_them(self, pool, key):
         codec = pool.codec(Affine(), site="x")

@@ -10,7 +10,7 @@ from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
 from dafjax._schedule import schedule
 from dafjax._schedule.schedule import _Builder, schedule_backward
-from dafjax._schedule.steps import InParts, Unpacking
+from dafjax._schedule.steps import Unpacking
 from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
@@ -110,7 +110,7 @@ def test_sources_are_unpacked_one_after_another(plan):
     behind = [
         set(item.behind)
         for step in schedule_backward(plan)
-        for item in step.pieces
+        for item in step.restored
         if isinstance(item, Unpacking)
     ]
     assert any(behind)
@@ -123,7 +123,7 @@ def test_operands_are_restored_in_an_order_in_which_they_can_be(plan):
     for stretch in stretches(schedule_backward(plan)):
         at_hand = kept | set(plan.arguments)
         for step in stretch:
-            for item in step.pieces:
+            for item in step.restored:
                 if isinstance(item, Unpacking):
                     assert set(item.behind) <= at_hand
                     continue
@@ -211,68 +211,6 @@ def test_large_arguments_of_convolutions_are_delayed(plan):
     large = {v for v in plan.arguments if plan.program.avals[v].size * 4 > 16 * 1024}
     delayed = {v for step in schedule_backward(plan) for v in step.delayed}
     assert delayed == large
-
-
-def restored_in_parts(plan):
-    return [
-        (step, item)
-        for step in schedule_backward(plan)
-        for item in step.restored
-        if isinstance(item, InParts)
-    ]
-
-
-def test_what_several_residuals_are_unpacked_for_is_restored_in_parts(plan):
-    found = restored_in_parts(plan)
-    assert found
-    codes = {item.value for item in plan.kept if item.codec is not None}
-    for _, item in found:
-        assert len(codes.intersection(item.sources)) > 1
-
-
-def test_of_what_is_there_in_parts_one_value_is_read(plan):
-    for stretch in stretches(schedule_backward(plan)):
-        for n, step in enumerate(stretch):
-            for item in step.restored:
-                if not isinstance(item, InParts):
-                    continue
-                partial = {r.value for r in item.restored if isinstance(r, Unpacking)}
-                partial.update(v for v in plan.recomputed if is_made(item, v))
-                read = {
-                    v
-                    for later in stretch[n:]
-                    for eqn in (later.equation, *later.recomputed)
-                    if eqn is not None and eqn not in item.restored
-                    for v in eqn.input_values
-                }
-                assert partial & read == {item.value}
-
-
-def is_made(item, value):
-    return any(
-        value in r.outputs for r in item.restored if not isinstance(r, Unpacking)
-    )
-
-
-def plan_of(function, *arguments):
-    return make_plan(
-        differentiate(jax.make_jaxpr(function)(*arguments), [True] * len(arguments)),
-        policy=CompressExpensive(min_nbytes=256),
-        bits=Bits(),
-    )
-
-
-def test_rows_that_are_mixed_are_not_restored_in_parts():
-    x = jnp.ones((128, 128))
-
-    def mixed(x, w, v):
-        return jnp.sum((((x @ w) + (x @ w.T).T) * 2.0) @ v)
-
-    def alone(x, w, v):
-        return jnp.sum((((x @ w) + (x @ w.T)) * 2.0) @ v)
-
-    assert restored_in_parts(plan_of(alone, x, x, x))
-    assert not restored_in_parts(plan_of(mixed, x, x, x))
 
 
 def test_a_weight_that_is_turned_round_for_a_product_is_not_tied(plan):

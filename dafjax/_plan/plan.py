@@ -74,6 +74,8 @@ class ProgramPlan:
         recomputed: For every value that the backward pass computes again, how.
         slices: The arguments that are slices of what a loop runs over: they are copied
             for each iteration, but no earlier than they are read.
+        masks: The masks that are made of what a rectifier made, with that.
+        masks: For masks of rectifiers the result that each is made of.
     """
 
     program: Program
@@ -83,6 +85,7 @@ class ProgramPlan:
     arguments: tuple[int, ...]
     recomputed: Mapping[int, Equation]
     slices: frozenset[int] = frozenset()
+    masks: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def compresses(self) -> bool:

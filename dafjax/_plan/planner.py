@@ -12,7 +12,11 @@ from dafjax._plan.decisions import decide, is_inexact, packings_of_places
 from dafjax._plan.linearity import find_uses
 from dafjax._plan.plan import Kept, ProgramPlan
 from dafjax._plan.pooling import note_places
-from dafjax._plan.rectifiers import find_rectifiers, selection
+from dafjax._plan.rectifiers import (
+    find_rectifiers,
+    selection,
+    with_masks_of_results,
+)
 from dafjax._plan.shares import find_totals, total_of_codes
 from dafjax._plan.spare_bits import with_spare_bits
 from dafjax._trace.bodies import reads_packed
@@ -28,6 +32,7 @@ from dafjax.policies import (
     Decision,
     Recompute,
     Residual,
+    Save,
 )
 
 
@@ -127,6 +132,8 @@ def make_plan(
         sizes = {value: program.avals[value].size for value in of_default}
         of_bodies = 8 * sum(map(program.nbytes, packed.intersection(kept)))
         num_bits |= with_spare_bits(of_default, sizes, beside=of_bodies + nbits_beside)
+    packed_masks = {v for v in kept if not isinstance(decisions[v], Save)}
+    program, masks = with_masks_of_results(program, rectifiers, packed_masks)
     return ProgramPlan(
         program=program,
         fingerprint=fingerprint,
@@ -149,6 +156,7 @@ def make_plan(
         ),
         arguments=tuple(sorted(arguments)),
         recomputed=recomputed,
+        masks=masks,
     )
 
 

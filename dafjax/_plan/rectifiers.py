@@ -8,7 +8,7 @@ width 16, 2 bits, random data: bias of the gradient 0.25 of its norm, and 0.00.)
 """
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import final
 
 import jax
@@ -65,6 +65,39 @@ def selection(program: Program, rectifier: Rectifier) -> Equation:
         rectifier.equation.outputs,
         rectifier.equation,
     )
+
+
+def with_masks_of_results(
+    program: Program, rectifiers: Mapping[int, Rectifier], kept: Container[int]
+) -> tuple[Program, dict[int, int]]:
+    """Returns the program with masks `max(x, 0) > 0` in place of `x > 0`.
+
+    So nothing waits for the mask but the result, which waits for the next layer anyway.
+
+    Args:
+        program: The program.
+        rectifiers: Those of the program.
+        kept: The masks that are kept; others are left alone.
+
+    Returns:
+        The program, and for each of these masks the result that it is made of.
+    """
+    made: set[int] = set()
+    of_results: dict[int, int] = {}
+    forward = list(program.forward)
+    results = {r.mask: result for result, r in rectifiers.items() if r.mask in kept}
+    for place, eqn in enumerate(forward):
+        made.update(eqn.outputs)
+        mask = eqn.outputs[0] if eqn.outputs else None
+        if mask in results and results[mask] in made:
+            result = results[mask]
+            inputs = tuple(
+                result if atom == rectifiers[result].operand else atom
+                for atom in eqn.inputs
+            )
+            forward[place] = dataclasses.replace(eqn, inputs=inputs)
+            of_results[mask] = result
+    return dataclasses.replace(program, forward=tuple(forward)), of_results
 
 
 def _find_zeros(program: Program) -> frozenset[int]:

@@ -1,8 +1,8 @@
 """The backward pass, run equation by equation as scheduled."""
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.importance import Probe
+from dafjax._schedule.loops import can_be_divided, run_loop
 from dafjax._schedule.not_before import can_be_tied, not_before
-from dafjax._schedule.parts import num_parts, restore_in_parts
-from dafjax._schedule.steps import InParts, Step, Unpacking
+from dafjax._schedule.steps import Division, Loop, Step, Unpacking
 from dafjax._schedule.stored import MeasuredHandle, codecs_in
+from dafjax._schedule.stretches import stretches_of
 from dafjax._schedule.ties import Ties
 from dafjax._trace.equation import Equation, evaluate, look_up
 from dafjax._typing import ArrayTree
@@ -44,116 +45,209 @@ def run_backward(
     Returns:
         One cotangent for each perturbed argument.
     """
-    program = plan.program
-    kept = {item.value: item for item in plan.kept}
-    waiting = dict(zip(kept, stored, strict=True))
-    measured = {
-        v: item for v, item in waiting.items() if isinstance(item, MeasuredHandle)
-    }
-    waiting.update((v, item.handle) for v, item in measured.items())
-    noise = {v: item.rounding_noise for v, item in measured.items()}
-    codecs = codecs_in(store, plan, schedule)
-    env: dict[int, Any] = dict(zip(program.cotangents, cotangents, strict=True))
-    env.update(arguments)
-    env.update((v, waiting[v]) for v, item in kept.items() if item.codec is None)
-    # Carries the dependency on the backward pass to unpacking; never read.
-    token: jax.Array = jnp.zeros((), jnp.uint8)
-
-    probe = Probe(plan, noise) if measured else None
-    weights = plan.whole_weights
-    moving = [number for number, moves in enumerate(program.perturbed) if moves]
-    pairs = zip(moving, program.gradients, strict=True)
-    of_weights = {v for number, v in pairs if number in weights and ties.layouts}
-
-    def learn(values: Mapping[int, Any]) -> None:
-        env.update(values)
-        if probe is not None:
-            probe.see(values)
-
-    def packed_for(item: InParts) -> dict[int, ArrayTree]:
-        return {v: store.get(waiting[v]) for v in item.unpacked}
-
-    def pieces(step: Step) -> Iterator[tuple[Unpacking | Equation | InParts, int]]:
-        """Gives what a step restores, and in how many parts."""
-        # Importances are measured of whole values.
-        is_whole = probe is not None or not (ties.partial and ties.cotangent)
-        for item in step.restored:
-            count = 1
-            if isinstance(item, InParts) and not is_whole:
-                count = num_parts(plan, item, packed_for(item), codecs, env)
-            if isinstance(item, InParts) and count == 1:
-                yield from ((piece, 1) for piece in item.restored)
-            else:
-                yield item, count
-
-    learn(dict(env))
-    for step in schedule:
-        if step.begins:
-            tied = _tied_values(step, ties)
-            samples = [] if probe is None else probe.waiting()
-            num_awaited = sum(v in step.awaited for v in tied) if ties.in_place else 0
-            *values, token = tie(
-                *(env[v] for v in tied), *samples, token, num_awaited=num_awaited
-            )
-            env.update(zip(tied, values[: len(tied)], strict=True))
-            if probe is not None:
-                probe.settle(values[len(tied) :])
-        delayed = {v: not_before(token, env[v]) for v in step.delayed}
-        if ties.layouts:
-            delayed = {v: pin(x) if v in weights else x for v, x in delayed.items()}
-        at_hand = collections.ChainMap(delayed if ties.arguments else {}, env)
-        for item, count in pieces(step):
-            if isinstance(item, InParts):
-                with jax.named_scope("unpack"):
-                    value = restore_in_parts(
-                        plan, item, packed_for(item), codecs, at_hand, token, count
-                    )
-                learn({item.value: value})
-                continue
-            if isinstance(item, Unpacking):
-                if item.behind and ties.partial:
-                    *values, token = tie(*(env[v] for v in item.behind), token)
-                    env.update(zip(item.behind, values, strict=True))
-                after = (token,) if ties.cotangent else ()
-                codec = codecs[item.value]
-                with jax.named_scope("unpack"):
-                    packed = store.get(waiting[item.value])
-                    unpacked = codec.decode(packed, kept[item.value].like, after=after)
-                learn({item.value: unpacked})
-                if probe is not None and item.value in measured:
-                    probe.see_range(item.value, store.squared_range(codec, packed))
-                continue
-            outputs = evaluate(item, look_up(item.inputs, at_hand))
-            # What is kept is taken from what was kept, never recomputed.
-            made = zip(item.outputs, outputs, strict=True)
-            learn({value: output for value, output in made if value not in kept})
-        if step.joined and ties.operands:
-            values = tie(*(env[v] for v in step.joined))
-            env.update(zip(step.joined, values, strict=True))
-        if step.equation is not None:
-            outputs = evaluate(step.equation, look_up(step.equation.inputs, at_hand))
-            made = dict(zip(step.equation.outputs, outputs, strict=True))
-            learn({v: pin(x) if v in of_weights else x for v, x in made.items()})
-    gradients = look_up(program.gradients, env)
-    if probe is None:
-        return gradients
-    found = probe.sensitivities(gradients)
-    done = store.note(
-        found,
-        [codecs[value] for value in measured],
-        [kept[value].like for value in measured],
-        token,
+    backward = _RunningBackward(
+        plan, schedule, arguments, stored, cotangents, store, ties
     )
-    return _tied_to(gradients, done)
+    for stretch in stretches_of(schedule):
+        backward.run(stretch)
+    return backward.finish()
 
 
-def _tied_values(step: Step, ties: Ties) -> tuple[int, ...]:
+@final
+class _RunningBackward:
+    """What is there while the equations run."""
+
+    def __init__(
+        self,
+        plan: ProgramPlan,
+        schedule: Sequence[Step],
+        arguments: Mapping[int, jax.Array],
+        stored: Sequence[ArrayTree],
+        cotangents: Sequence[jax.Array],
+        store: AbstractStore,
+        ties: Ties,
+    ) -> None:
+        program = plan.program
+        self._plan = plan
+        self._store = store
+        self._ties = ties
+        self._kept = {item.value: item for item in plan.kept}
+        waiting = dict(zip(self._kept, stored, strict=True))
+        self._measured = {
+            v: item for v, item in waiting.items() if isinstance(item, MeasuredHandle)
+        }
+        waiting.update((v, item.handle) for v, item in self._measured.items())
+        self._waiting = waiting
+        # What is taken from the store and through a tie, to be unpacked in parts.
+        self._taken: dict[int, ArrayTree] = {}
+        self._codecs = codecs_in(store, plan, schedule)
+        self._env: dict[int, Any] = {}
+        # XLA cannot make it again of what it was made of.
+        self._of_loops: set[int] = set()
+        # Carries the dependency on the backward pass to unpacking; never read.
+        self._token: jax.Array = jnp.zeros((), jnp.uint8)
+        noise = {v: item.rounding_noise for v, item in self._measured.items()}
+        self._probe = Probe(plan, noise) if self._measured else None
+        moving = [number for number, moves in enumerate(program.perturbed) if moves]
+        pairs = zip(moving, program.gradients, strict=True)
+        self._of_weights = {
+            v for n, v in pairs if n in plan.whole_weights and ties.layouts
+        }
+        self._learn(dict(zip(program.cotangents, cotangents, strict=True)))
+        self._learn(arguments)
+        self._learn({v: waiting[v] for v, k in self._kept.items() if k.codec is None})
+
+    def run(self, stretch: Sequence[Step]) -> None:
+        """Runs a stretch, in parts if it can."""
+        if stretch[0].begins:
+            self._begin(stretch[0])
+        division = stretch[0].division
+        if division is not None and self._runs_in_parts(division):
+            self._take(division.unpacked)
+            at_hand = self._at_hand(v for step in stretch for v in step.delayed)
+            for loop in division.loops:
+                self._run_whole(loop.before, at_hand)
+                self._run_loop(division, loop, at_hand)
+            self._run_whole(division.rest, at_hand)
+            return
+        for step in stretch:
+            self._run_step(step)
+
+    def finish(self) -> list[Any]:
+        """Returns the gradients."""
+        gradients = look_up(self._plan.program.gradients, self._env)
+        if self._probe is None:
+            return gradients
+        found = self._probe.sensitivities(gradients)
+        done = self._store.note(
+            found,
+            [self._codecs[value] for value in self._measured],
+            [self._kept[value].like for value in self._measured],
+            self._token,
+        )
+        return _tied_to(gradients, done)
+
+    def _learn(self, values: Mapping[int, Any]) -> None:
+        self._env.update(values)
+        if self._probe is not None:
+            self._probe.see(values)
+
+    def _begin(self, step: Step) -> None:
+        awaited = self._of_loops.union(step.awaited)
+        tied = _tied_values(step, self._ties, awaited)
+        samples = [] if self._probe is None else self._probe.waiting()
+        if not self._ties.in_place:
+            awaited.clear()
+        *values, self._token = tie(
+            *(self._env[v] for v in tied),
+            *samples,
+            self._token,
+            num_awaited=sum(v in awaited for v in tied),
+        )
+        self._env.update(zip(tied, values[: len(tied)], strict=True))
+        if self._probe is not None:
+            self._probe.settle(values[len(tied) :])
+
+    def _at_hand(self, delayed: Iterable[int]) -> Mapping[int, Any]:
+        """Returns what can be read, some arguments no earlier than now."""
+        if not self._ties.arguments:
+            return self._env
+        late = {v: not_before(self._token, self._env[v]) for v in delayed}
+        if self._ties.layouts:
+            weights = self._plan.whole_weights
+            late = {v: pin(x) if v in weights else x for v, x in late.items()}
+        return collections.ChainMap(late, self._env)
+
+    def _run_step(self, step: Step) -> None:
+        at_hand = self._at_hand(step.delayed)
+        for piece in step.restored:
+            if isinstance(piece, Unpacking):
+                self._unpack(piece)
+            else:
+                self._recompute(piece, at_hand)
+        if step.joined and self._ties.operands:
+            values = tie(*(self._env[v] for v in step.joined))
+            self._env.update(zip(step.joined, values, strict=True))
+        if step.equation is not None:
+            self._compute(step.equation, at_hand)
+
+    def _runs_in_parts(self, division: Division) -> bool:
+        if not (self._ties.partial and self._ties.cotangent):
+            return False
+        read = [v for loop in division.loops for v in loop.sources if v in self._env]
+        packed = [self._packed(v) for v in division.unpacked]
+        return can_be_divided(jax.tree.leaves(([self._env[v] for v in read], packed)))
+
+    def _packed(self, value: int) -> ArrayTree:
+        if value in self._taken:
+            return self._taken[value]
+        return self._store.get(self._waiting[value])
+
+    def _take(self, values: Sequence[int]) -> None:
+        """Takes what is unpacked in parts: XLA prepares it no earlier than that."""
+        packed = {v: self._packed(v) for v in values}
+        leaves, structure = jax.tree.flatten(packed)
+        *tied, self._token = tie(*leaves, self._token)
+        self._taken.update(jax.tree.unflatten(structure, tied))
+
+    def _run_whole(
+        self, pieces: Iterable[Unpacking | Equation], at_hand: Mapping[int, Any]
+    ) -> None:
+        for piece in pieces:
+            if isinstance(piece, Unpacking):
+                self._unpack(piece)
+            else:
+                self._compute(piece, at_hand)
+
+    def _run_loop(
+        self, division: Division, loop: Loop, at_hand: Mapping[int, Any]
+    ) -> None:
+        packed = {v: self._packed(v) for v in loop.unpacked}
+        with jax.named_scope("in_parts"):
+            made = run_loop(
+                self._plan, division, loop, packed, self._codecs, at_hand, self._token
+            )
+        self._of_loops.update(loop.results)
+        self._learn(self._pinned(made))
+
+    def _unpack(self, item: Unpacking) -> None:
+        if item.behind and self._ties.partial:
+            *values, self._token = tie(
+                *(self._env[v] for v in item.behind), self._token
+            )
+            self._env.update(zip(item.behind, values, strict=True))
+        after = (self._token,) if self._ties.cotangent else ()
+        codec = self._codecs[item.value]
+        like = self._kept[item.value].like
+        with jax.named_scope("unpack"):
+            packed = self._packed(item.value)
+            unpacked = codec.decode(packed, like, after=after)
+        self._learn({item.value: unpacked})
+        if self._probe is not None and item.value in self._measured:
+            squared = self._store.squared_range(codec, packed)
+            self._probe.see_range(item.value, squared)
+
+    def _recompute(self, equation: Equation, at_hand: Mapping[int, Any]) -> None:
+        outputs = evaluate(equation, look_up(equation.inputs, at_hand))
+        # What is kept is taken from what was kept, never recomputed.
+        made = zip(equation.outputs, outputs, strict=True)
+        self._learn({v: output for v, output in made if v not in self._kept})
+
+    def _compute(self, equation: Equation, at_hand: Mapping[int, Any]) -> None:
+        outputs = evaluate(equation, look_up(equation.inputs, at_hand))
+        self._learn(self._pinned(dict(zip(equation.outputs, outputs, strict=True))))
+
+    def _pinned(self, made: Mapping[int, Any]) -> dict[int, Any]:
+        return {v: pin(x) if v in self._of_weights else x for v, x in made.items()}
+
+
+def _tied_values(step: Step, ties: Ties, awaited: Container[int]) -> tuple[int, ...]:
     cotangents = step.cotangents
     if not ties.outgoing and step.equation is not None:
         read = step.equation.input_values
         cotangents = tuple(v for v in cotangents if v in read)
     # Those that are only waited for come first.
-    cotangents = tuple(sorted(cotangents, key=lambda v: v not in step.awaited))
+    cotangents = tuple(sorted(cotangents, key=lambda v: v not in awaited))
     return cotangents + (step.given if ties.cotangent else ())
 
 

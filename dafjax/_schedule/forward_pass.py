@@ -96,6 +96,9 @@ class _RunningForward:
             self._stored[value] = self._env[value]
             return
         codec = self._codecs[value]
+        if self._ties.layouts and self._plan.program.is_large(value):
+            # It is packed in this order. Else XLA:GPU rearranges it twice.
+            self._env[value] = pin(self._env[value])
         with jax.named_scope("pack"):
             # The same tensor at another site gets other noise.
             seed = self._seed + jnp.uint32(site)
@@ -120,6 +123,8 @@ class _RunningForward:
         if not is_cheap(equation.primitive):
             # Arguments live on anyway, and a tie would copy them.
             self._tie_pending(filter(self._is_made, equation.input_values))
+        if self._ties.forward:
+            self._tie_rectified(equation)
         operands = look_up(equation.inputs, self._env)
         if self._ties.arguments:
             late = _read_late(self._plan, equation)
@@ -134,6 +139,12 @@ class _RunningForward:
         self._env.update(zip(equation.outputs, outputs, strict=True))
         for value in equation.outputs:
             self.keep(value, now)
+
+    def _tie_rectified(self, equation: Equation) -> None:
+        """Ties what a mask is made of: XLA would make it again, of what it is of."""
+        masks = self._plan.masks
+        for result in [masks[v] for v in equation.outputs if v in masks]:
+            self._env[result], self._token = tie(self._env[result], self._token)
 
     def finish(self) -> tuple[list[Any], list[ArrayTree]]:
         """Returns the results and what is stored."""

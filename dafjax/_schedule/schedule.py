@@ -26,12 +26,16 @@ made of, for all that reads it after the tie.
 What was unpacked is forgotten at the end of a stretch; a later use unpacks it again,
 which costs less than keeping it.
 
-Within a stretch four more orders are forced, each worth about one array at the peak:
+A stretch in which everything is made row by row, or summed over rows, runs in parts of
+the rows, one after another (`division.py`, `loops.py`): so nothing is there as a whole
+but what enters it and what leaves it. The product that makes the cotangent that goes on
+then runs in parts too, with the gradient of the weight.
+
+Within a stretch that runs as a whole three more orders are forced, each worth about one
+array at the peak:
 
 - Where a value is recomputed from several compressed ones, the next is unpacked when
   what came of the last is there.
-- Where that can be done row by row, it is done in parts, one after another: so neither
-  what is unpacked nor what came of it is there as a whole.
 - An expensive equation reads its cotangents through a tie with what was restored for
   it: XLA copies operands into the layout that it multiplies in, those that are there
   first, first. Not so weights that are turned round for it, which XLA:GPU recognizes
@@ -44,15 +48,17 @@ Within a stretch four more orders are forced, each worth about one array at the 
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.divisible import in_parts
+from dafjax._schedule.gradients import behind_last_reads
 from dafjax._schedule.product_order import order_products
 from dafjax._schedule.steps import Step, Unpacking
+from dafjax._schedule.stretches import products_in_parts, with_divisions
 from dafjax._trace.equation import Atom, Equation, values_of
 from dafjax._trace.primitives import is_cheap, keeps_elements, rearranges_operands
 from dafjax._trace.residuals import Program
+from dafjax.codecs import AbstractCodec
 
 
 # A stretch that begins early keeps equations out of the one before, where they would be
@@ -60,17 +66,31 @@ from dafjax._trace.residuals import Program
 _FAR_LESS = 1.5
 
 
-def schedule_backward(plan: ProgramPlan) -> tuple[Step, ...]:
+def schedule_backward(
+    plan: ProgramPlan, codecs: Mapping[int, AbstractCodec] | None = None
+) -> tuple[Step, ...]:
     """Orders the backward pass of a plan.
 
     Args:
         plan: What is kept.
+        codecs: How residuals are unpacked, where that can be done in parts; None: as
+            the plan has it.
 
     Returns:
         One step for each equation, and one for the gradients.
     """
+    if codecs is None:
+        codecs = {k.value: k.codec for k in plan.kept if k.codec is not None}
     program = dataclasses.replace(plan.program, backward=order_products(plan))
-    builder = _Builder(dataclasses.replace(plan, program=program))
+    plan = dataclasses.replace(plan, program=program)
+    inside = products_in_parts(plan, _build(plan), codecs)
+    steps = _build(plan, inside)
+    return with_divisions(plan, behind_last_reads(program, steps), codecs)
+
+
+def _build(plan: ProgramPlan, inside: Container[int] = ()) -> tuple[Step, ...]:
+    program = plan.program
+    builder = _Builder(plan, inside)
     for now, equation in enumerate(program.backward):
         builder.add(now, equation, equation.input_values)
     builder.add(len(program.backward), None, values_of(program.gradients))
@@ -78,10 +98,16 @@ def schedule_backward(plan: ProgramPlan) -> tuple[Step, ...]:
 
 
 class _Builder:
-    """Follows the backward pass without running it."""
+    """Follows the backward pass without running it.
 
-    def __init__(self, plan: ProgramPlan) -> None:
+    Args:
+        plan: What is kept.
+        inside: Expensive equations before which no stretch begins.
+    """
+
+    def __init__(self, plan: ProgramPlan, inside: Container[int]) -> None:
         program = plan.program
+        self._inside = inside
         self._program = program
         self._compressed = {k.value for k in plan.kept if k.codec is not None}
         self._given = {k.value for k in plan.kept if k.codec is None}
@@ -104,7 +130,7 @@ class _Builder:
         inputs = tuple(inputs)
         residuals = [v for v in inputs if v not in self._made]
         expensive = equation is not None and not is_cheap(equation.primitive)
-        begins = (
+        begins = now not in self._inside and (
             expensive
             or (self._expensive_since_begin and self._next_unpacking(now) == now)
             or self._sources_waited(now)
@@ -142,27 +168,14 @@ class _Builder:
         self._expensive_since_begin |= expensive
 
     def finish(self) -> tuple[Step, ...]:
-        """Gives every stretch what its steps read of what was saved as it is.
-
-        And finds what can be restored in parts.
-        """
+        """Gives every stretch what its steps read of what was saved as it is."""
         steps: list[Step] = []
         read: set[int] = set()
-        # What the rest of the stretch reads, kept or not.
-        later: set[int] = set()
         for step, given in zip(
             reversed(self._steps), reversed(self._given_of_step), strict=True
         ):
             read |= given
-            results = self._program.gradients
-            eqn = step.equation
-            later.update(values_of(results) if eqn is None else eqn.input_values)
-            step = dataclasses.replace(
-                step, restored=in_parts(self._program, step, later)
-            )
-            later.update(v for eqn in step.recomputed for v in eqn.input_values)
             if step.begins:
-                later = set()
                 tied = tuple(sorted(v for v in read if self._goes_through_ties(v)))
                 step = dataclasses.replace(step, given=tied)
                 read = set()

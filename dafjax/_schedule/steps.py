@@ -1,7 +1,6 @@
 """The steps of a backward pass: what each restores, computes, and waits for."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import final
 
 from dafjax._trace.equation import Equation
@@ -23,23 +22,52 @@ class Unpacking:
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
-class InParts:
-    """Restores one value in parts of its rows, one part after another.
+class Loop:
+    """A loop over parts of the rows, in which a stretch runs or a part of it.
 
     Attributes:
-        value: The value.
-        sources: What has the same rows, and is read of what is kept or at hand.
-        restored: How a part of the value is restored from that part of the sources.
+        before: What is unpacked and computed before it, as it is without parts.
+        by_rows: What is unpacked and computed in it, in order.
+        sources: What is read in it by rows, and was there before.
+        sums: Equations that it runs behind those, whose results add up.
+        results: What it makes by rows that is there as a whole in the end.
+        replaced: For each of them what it takes the place of, `None` for nothing.
     """
 
-    value: int
+    before: tuple[Unpacking | Equation, ...]
+    by_rows: tuple[Unpacking | Equation, ...]
     sources: tuple[int, ...]
-    restored: tuple[Unpacking | Equation, ...]
+    sums: tuple[Equation, ...]
+    results: tuple[int, ...]
+    replaced: tuple[int | None, ...]
 
     @property
     def unpacked(self) -> tuple[int, ...]:
-        """The residuals to unpack, in order."""
-        return tuple(r.value for r in self.restored if isinstance(r, Unpacking))
+        """The residuals that are unpacked by rows, in order."""
+        return tuple(p.value for p in self.by_rows if isinstance(p, Unpacking))
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Division:
+    """How a stretch runs in parts of its rows.
+
+    Attributes:
+        num_rows: The rows of all that has them.
+        num_parts: How many parts they are divided into.
+        loops: What runs in parts, one loop after another.
+        rest: What is unpacked and computed behind the loops.
+    """
+
+    num_rows: int
+    num_parts: int
+    loops: tuple[Loop, ...]
+    rest: tuple[Unpacking | Equation, ...]
+
+    @property
+    def unpacked(self) -> tuple[int, ...]:
+        """The residuals that are unpacked by rows, each once."""
+        return tuple(dict.fromkeys(v for loop in self.loops for v in loop.unpacked))
 
 
 @final
@@ -53,10 +81,11 @@ class Step:
         cotangents: If so, the values of the backward pass that go through the tie.
         awaited: Those of them that the tie need only wait for.
         given: If so, the saved values and small arguments that go through the tie.
-        restored: How what is missing is restored, in order: residuals to unpack,
-            equations of the forward pass to run again, and what is restored in parts.
+        restored: How what is missing is restored, in order: residuals to unpack, and
+            equations of the forward pass to run again.
         delayed: The large arguments to read no earlier than the stretch begins.
         joined: What of the equation's operands goes through one tie before it.
+        division: If a stretch begins, how all of it runs in parts, where it does.
     """
 
     equation: Equation | None
@@ -64,25 +93,17 @@ class Step:
     cotangents: tuple[int, ...]
     awaited: tuple[int, ...]
     given: tuple[int, ...]
-    restored: tuple[Unpacking | Equation | InParts, ...]
+    restored: tuple[Unpacking | Equation, ...]
     delayed: tuple[int, ...]
     joined: tuple[int, ...]
+    division: Division | None = None
 
     @property
     def unpacked(self) -> tuple[int, ...]:
         """The residuals to unpack, in order."""
-        return tuple(r.value for r in self.pieces if isinstance(r, Unpacking))
+        return tuple(r.value for r in self.restored if isinstance(r, Unpacking))
 
     @property
     def recomputed(self) -> tuple[Equation, ...]:
         """The equations of the forward pass to run again, in order."""
-        return tuple(r for r in self.pieces if isinstance(r, Equation))
-
-    @property
-    def pieces(self) -> Iterator[Unpacking | Equation]:
-        """What is restored, in order, as if nothing were restored in parts."""
-        for item in self.restored:
-            if isinstance(item, InParts):
-                yield from item.restored
-            else:
-                yield item
+        return tuple(r for r in self.restored if isinstance(r, Equation))

@@ -2,20 +2,23 @@
 
 A row is an index of the first dimension, mostly an example. An elementwise equation
 makes each row of its result of the same row of its operands, so that it can be run on a
-part of the rows, and of what is read for it no more than that part need be there.
+part of the rows, and of what is read for it no more than that part need be there. A
+convolution does so too, of its images; and the gradient of its kernel is a sum over
+rows, which can be taken part by part.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax.extend.core as jex_core
 
+from dafjax._trace.convolution_in_loop import convolve_in_loop
 from dafjax._trace.equation import Equation
 from dafjax._trace.primitives import is_elementwise
 
 
 def rows_read(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
-    """Returns of which of its inputs an equation reads rows.
+    """Returns of which of its inputs an equation reads rows to make rows.
 
     The others are the same for all rows. `None` if results have not `num_rows` rows, or
     a row of them depends on more than that row.
@@ -27,13 +30,28 @@ def rows_read(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
     return tuple(var in made for var in jaxpr.invars)
 
 
+def rows_summed(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
+    """Returns over the rows of which of its inputs an equation sums.
+
+    Its result for some of the rows, and for the others, add up to its result. `None` if
+    that is not so.
+    """
+    (eqn,) = equation.jaxpr.eqns
+    sums = _SUMS_ROWS.get(eqn.primitive.name)
+    if sums is None or not sums(eqn.params):
+        return None
+    if any(_shape(operand)[:1] != (num_rows,) for operand in eqn.invars):
+        return None
+    return (True,) * len(equation.inputs)
+
+
 def evaluate_on_rows(
     equation: Equation, operands: Sequence[Any], num_rows: int, num_there: int
 ) -> list[Any]:
-    """Runs an equation of which `rows_read` is not `None` on a part of the rows.
+    """Runs an equation on a part of the rows.
 
     Args:
-        equation: The equation.
+        equation: The equation, of which `rows_read` or `rows_summed` is not `None`.
         operands: One for each of its inputs; of those of which rows are read, a part.
         num_rows: As in `rows_read`.
         num_there: The rows of the part.
@@ -64,11 +82,23 @@ def _operands_with_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> list[Any] | No
             return None
         pairs = zip(eqn.invars, body.invars, strict=True)
         return [outer for outer, inner in pairs if inner in made]
+    name = eqn.primitive.name
+    first = eqn.invars[0] if eqn.invars else None
+    keeps_rows = _KEEPS_ROWS_OF_FIRST.get(name)
+    if keeps_rows is not None and keeps_rows(eqn.params):
+        return [first] if _shape(first)[:1] == (num_rows,) else None
+    if name == "broadcast_in_dim":
+        places = eqn.params["broadcast_dimensions"]
+        has_rows = places[:1] == (0,) and _shape(first)[0] == num_rows
+        return [first] if has_rows else []
+    if name == "dot_general" and _multiplies_each(eqn.params):
+        return list(eqn.invars)
+    return _aligned_operands(eqn, num_rows) if is_elementwise(name) else None
+
+
+def _aligned_operands(eqn: jex_core.JaxprEqn, num_rows: int) -> list[Any] | None:
+    """For what is made element by element."""
     shape = _shape(eqn.outvars[0])
-    if eqn.primitive.name == "broadcast_in_dim":
-        return [] if not _shape(eqn.invars[0]) else None
-    if not is_elementwise(eqn.primitive.name):
-        return None
     read = []
     for operand in eqn.invars:
         of_operand = _shape(operand)
@@ -77,6 +107,56 @@ def _operands_with_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> list[Any] | No
         if of_operand[:1] == (num_rows,):
             read.append(operand)
     return read
+
+
+_Params: TypeAlias = Mapping[str, Any]
+
+
+def _multiplies_rows(params: _Params) -> bool:
+    (contracted, _), (batch, _) = params["dimension_numbers"]
+    return not batch and 0 not in contracted
+
+
+def _multiplies_each(params: _Params) -> bool:
+    _, (batch, of_second) = params["dimension_numbers"]
+    return batch[:1] == of_second[:1] == (0,)
+
+
+def _sums_products(params: _Params) -> bool:
+    contracted, _ = params["dimension_numbers"]
+    return (0, 0) in zip(*contracted, strict=True)
+
+
+def _convolves_each(params: _Params) -> bool:
+    numbers = params["dimension_numbers"]
+    keeps_images = numbers.lhs_spec[0] == numbers.out_spec[0] == 0
+    return keeps_images and params["batch_group_count"] == 1
+
+
+def _sums_convolutions(params: _Params) -> bool:
+    numbers = params["dimension_numbers"]
+    groups = params["batch_group_count"] * params["feature_group_count"]
+    return numbers.lhs_spec[1] == numbers.rhs_spec[1] == 0 and groups == 1
+
+
+# Whether each row of a result is made of that row of the first operand, and of all of
+# the others.
+_KEEPS_ROWS_OF_FIRST: Mapping[str, Callable[[_Params], bool]] = {
+    "conv_general_dilated": _convolves_each,
+    "dot_general": _multiplies_rows,
+    "reduce_max": lambda params: 0 not in params["axes"],
+    "reduce_sum": lambda params: 0 not in params["axes"],
+    "reshape": lambda params: params["dimensions"] is None,
+    "squeeze": lambda params: 0 not in params["dimensions"],
+    "transpose": lambda params: params["permutation"][0] == 0,
+}
+
+# Whether a result is a sum over the rows of all operands.
+_SUMS_ROWS: Mapping[str, Callable[[_Params], bool]] = {
+    "conv_general_dilated": _sums_convolutions,
+    "dot_general": _sums_products,
+    "reduce_sum": lambda params: 0 in params["axes"],
+}
 
 
 def _evaluate(
@@ -91,9 +171,12 @@ def _evaluate(
         params = dict(eqn.params)
         if body is not None:
             results = _evaluate(body, read, num_rows, num_there)
+        elif eqn.primitive.name == "conv_general_dilated":
+            results = [convolve_in_loop(read, params)]
         else:
-            if "shape" in params:
-                params["shape"] = (num_there, *params["shape"][1:])
+            for name in ("shape", "new_sizes"):
+                if name in params:
+                    params[name] = (num_there, *params[name][1:])
             results = [eqn.primitive.bind(*read, **params)]
         env.update(zip(eqn.outvars, results, strict=True))
     return [env[var] for var in jaxpr.outvars]

@@ -1,0 +1,236 @@
+"""Which stretches of the backward pass run in parts of their rows, and how.
+
+A part of the rows, a few of the examples, is unpacked, recomputed, and run through all
+of a stretch before the next part is unpacked. So nothing but what comes from before the
+stretch, and what goes on, is there as a whole; and a result is written part by part in
+the place of something that is not read any more.
+
+Sums over rows, such as the gradient of a weight, are taken part by part. What depends
+on a sum comes in another loop behind it, in which what is cheap is computed again: a
+norm takes one loop for its sums, and one for the gradient of what it normalized.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import final
+
+import jax
+
+from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.steps import Division, Loop, Step, Unpacking
+from dafjax._trace.by_rows import rows_read, rows_summed
+from dafjax._trace.equation import Atom, Equation
+from dafjax._trace.primitives import is_cheap
+from dafjax._trace.residuals import Program
+from dafjax.codecs import AbstractCodec
+
+
+# More save little, and each starts everything anew.
+_MOST_PARTS = 16
+# Smaller parts take longer than the whole, which then is not large either.
+_LEAST_NBYTES_OF_PART = 2 << 20
+
+
+def divide(
+    plan: ProgramPlan,
+    stretch: Sequence[Step],
+    later: Collection[int],
+    codecs: Mapping[int, AbstractCodec],
+) -> Division | None:
+    """Returns how a stretch runs in parts of its rows, `None` if it does not.
+
+    It does where large residuals are unpacked in it that all have the same rows, and
+    everything that is made of them is made row by row, or is a small sum over rows.
+
+    Args:
+        plan: What is kept.
+        stretch: The steps.
+        later: What is read after them.
+        codecs: How residuals are unpacked.
+    """
+    program = plan.program
+    pieces = list(_pieces(stretch))
+    unpacked = [piece.value for piece in pieces if isinstance(piece, Unpacking)]
+    large = [v for v in unpacked if program.is_large(v)]
+    shapes = {tuple(program.avals[v].shape[:1]) for v in large}
+    if len(shapes) != 1 or () in shapes:
+        return None
+    ((num_rows,),) = shapes
+    num_parts = _num_parts(plan, large, codecs)
+    levels = _Levels(program, num_rows)
+    if num_parts == 1 or not all(map(levels.add, pieces)):
+        return None
+    made = {v for step in stretch if step.equation for v in step.equation.outputs}
+    loops, rest = levels.loops(made.intersection(later), later)
+    runs = [p for loop in loops for p in (*loop.by_rows, *loop.sums)]
+    products = [
+        p for p in runs if isinstance(p, Equation) and not is_cheap(p.primitive)
+    ]
+    if not loops or len(products) > len(set(products)):
+        return None
+    # A sum is there twice while a part is added to it.
+    sums = [v for loop in loops for eqn in loop.sums for v in eqn.outputs]
+    if 2 * _nbytes(program, sums) > _nbytes(program, large):
+        return None
+    return Division(num_rows, num_parts, loops, rest)
+
+
+def _pieces(stretch: Iterable[Step]) -> Iterable[Unpacking | Equation]:
+    for step in stretch:
+        yield from step.restored
+        if step.equation is not None:
+            yield step.equation
+
+
+def _nbytes(program: Program, values: Iterable[int]) -> int:
+    return sum(map(program.nbytes, values))
+
+
+def _num_parts(
+    plan: ProgramPlan, values: Collection[int], codecs: Mapping[int, AbstractCodec]
+) -> int:
+    """Returns in how many parts all of some residuals can be unpacked."""
+    likes = [(k.value, k.like) for k in plan.kept if k.value in values]
+    nbytes = max(plan.program.nbytes(v) for v in values)
+    (num_rows,) = {like.shape[0] for _, like in likes}
+    for count in range(min(_MOST_PARTS, num_rows), 1, -1):
+        there, rest = divmod(num_rows, count)
+        # Where devices share the rows, each has some of every part.
+        if rest or there % jax.device_count() or nbytes < count * _LEAST_NBYTES_OF_PART:
+            continue
+        parts = [jax.ShapeDtypeStruct((there, *x.shape[1:]), x.dtype) for _, x in likes]
+        if all(
+            v in codecs and codecs[v].packs_rows(like) and codecs[v].packs_rows(part)
+            for (v, like), part in zip(likes, parts, strict=True)
+        ):
+            return count
+    return 1
+
+
+@final
+class _Levels:
+    """Finds how many sums, one after another, have to be there before each value.
+
+    What needs none is of level 0 and runs in the first loop.
+    """
+
+    def __init__(self, program: Program, num_rows: int) -> None:
+        self._program = program
+        self._num_rows = num_rows
+        # The level of what is there in parts alone, and of what is made as a whole.
+        self._in_parts: dict[int, int] = {}
+        self._whole: dict[int, int] = {}
+        self._by_rows: list[Unpacking | Equation] = []
+        self._sums: list[tuple[int, Equation]] = []
+        self._others: list[tuple[int, Unpacking | Equation]] = []
+        self._sources: dict[Equation, set[int]] = {}
+
+    def add(self, piece: Unpacking | Equation) -> bool:
+        """Returns whether the next of a stretch can be run where it runs in parts."""
+        if isinstance(piece, Equation):
+            return not piece.has_effect and self._add(piece)
+        if self._program.is_large(piece.value):
+            self._by_rows.append(piece)
+            self._in_parts[piece.value] = 0
+        else:
+            self._others.append((0, piece))
+        return True
+
+    def loops(
+        self, results: Collection[int], later: Collection[int]
+    ) -> tuple[tuple[Loop, ...], tuple[Unpacking | Equation, ...]]:
+        """Returns the loops, and what runs behind them.
+
+        Args:
+            results: What is to be there in the end.
+            later: What is read then, and must not be replaced.
+        """
+        wanted = tuple(sorted(self._in_parts.keys() & set(results)))
+        levels = [self._in_parts[v] for v in wanted]
+        levels.extend(level for level, _ in self._sums)
+        last = max(levels, default=-1)
+        loops = tuple(
+            self._loop(level, wanted if level == last else (), later)
+            for level in range(last + 1)
+        )
+        return loops, tuple(piece for level, piece in self._others if level > last)
+
+    def _loop(
+        self, level: int, results: tuple[int, ...], later: Collection[int]
+    ) -> Loop:
+        sums = tuple(eqn for at, eqn in self._sums if at == level)
+        needed = set(results).union(*(eqn.input_values for eqn in sums))
+        by_rows: list[Unpacking | Equation] = []
+        for piece in reversed(self._by_rows):
+            if not needed.isdisjoint(_made_by(piece)):
+                by_rows.insert(0, piece)
+                if isinstance(piece, Equation):
+                    needed.update(piece.input_values)
+        equations = (p for p in (*by_rows, *sums) if isinstance(p, Equation))
+        sources = sorted(set().union(*(self._sources[eqn] for eqn in equations)))
+        return Loop(
+            before=tuple(piece for at, piece in self._others if at == level),
+            by_rows=tuple(by_rows),
+            sources=tuple(sources),
+            sums=sums,
+            results=results,
+            replaced=self._replaced(results, [v for v in sources if v not in later]),
+        )
+
+    def _add(self, eqn: Equation) -> bool:
+        reads_parts = not self._in_parts.keys().isdisjoint(eqn.input_values)
+        is_large = self._program.is_large
+        if reads_parts or any(map(is_large, eqn.outputs)):
+            rows = rows_read(eqn, self._num_rows)
+            if rows is not None:
+                level = self._level(eqn, rows)
+                self._by_rows.append(eqn)
+                self._in_parts.update(dict.fromkeys(eqn.outputs, level))
+                return self._reads_parts_as_rows(eqn, rows)
+        if reads_parts or any(map(is_large, eqn.input_values)):
+            rows = rows_summed(eqn, self._num_rows)
+            if rows is not None:
+                level = self._level(eqn, rows)
+                self._sums.append((level, eqn))
+                self._whole.update(dict.fromkeys(eqn.outputs, level + 1))
+                return self._reads_parts_as_rows(eqn, rows)
+        level = self._level(eqn, ())
+        self._others.append((level, eqn))
+        self._whole.update(dict.fromkeys(eqn.outputs, level))
+        return not reads_parts
+
+    def _level(self, eqn: Equation, rows: Iterable[bool]) -> int:
+        self._sources[eqn] = _where(eqn.inputs, rows) - self._in_parts.keys()
+        known = self._in_parts | self._whole
+        return max((known.get(v, 0) for v in eqn.input_values), default=0)
+
+    def _reads_parts_as_rows(self, eqn: Equation, rows: Iterable[bool]) -> bool:
+        """Returns whether what is there in parts is read by rows, and in no other way.
+
+        The whole of it is not there.
+        """
+        read = self._in_parts.keys() & set(eqn.input_values)
+        return read <= _where(eqn.inputs, rows)
+
+    def _replaced(
+        self, results: Iterable[int], free: Iterable[int]
+    ) -> tuple[int | None, ...]:
+        """Returns in whose place each result can be written, if in any's."""
+        avals = self._program.avals
+        # XLA must not write to arguments.
+        free = [v for v in free if v >= self._program.num_arguments]
+        replaced: list[int | None] = []
+        for value in results:
+            like = avals[value].shape, avals[value].dtype
+            alike = (v for v in free if (avals[v].shape, avals[v].dtype) == like)
+            replaced.append(next(alike, None))
+            free = [v for v in free if v != replaced[-1]]
+        return tuple(replaced)
+
+
+def _made_by(piece: Unpacking | Equation) -> tuple[int, ...]:
+    return piece.outputs if isinstance(piece, Equation) else (piece.value,)
+
+
+def _where(atoms: Iterable[Atom], chosen: Iterable[bool]) -> set[int]:
+    pairs = zip(atoms, chosen, strict=False)
+    return {atom for atom, take in pairs if take and isinstance(atom, int)}

@@ -1,0 +1,98 @@
+"""Stretches: where they end so that they run in parts, and which of them do."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.division import divide
+from dafjax._schedule.steps import Step
+from dafjax._trace.equation import values_of
+from dafjax._trace.primitives import is_cheap
+from dafjax.codecs import AbstractCodec
+
+
+def stretches_of(steps: Iterable[Step]) -> list[list[Step]]:
+    """Returns the stretches that steps are of."""
+    stretches: list[list[Step]] = []
+    for step in steps:
+        if step.begins or not stretches:
+            stretches.append([])
+        stretches[-1].append(step)
+    return stretches
+
+
+def products_in_parts(
+    plan: ProgramPlan, steps: Sequence[Step], codecs: Mapping[int, AbstractCodec]
+) -> frozenset[int]:
+    """Returns the products that are better part of the stretch in front of them.
+
+    Where the gradient of a weight is summed in parts, so can the cotangent be made that
+    goes on, in the place of the one that both are made of.
+
+    Args:
+        plan: What is kept.
+        steps: Those of the backward pass.
+        codecs: How residuals are unpacked.
+
+    Returns:
+        The numbers of their steps.
+    """
+    found = set()
+    for end, stretch, behind, later in _neighbours(plan, steps):
+        if _is_cheap(behind[0]) or _is_cheap(stretch[0]) or behind[0].unpacked:
+            continue
+        if divide(plan, [*stretch, *behind], later, codecs) is not None:
+            found.add(end)
+    return frozenset(found)
+
+
+def with_divisions(
+    plan: ProgramPlan, steps: Sequence[Step], codecs: Mapping[int, AbstractCodec]
+) -> tuple[Step, ...]:
+    """Returns the steps, the first of every stretch with how it runs in parts.
+
+    Args:
+        plan: What is kept.
+        steps: Those of the backward pass.
+        codecs: How residuals are unpacked.
+    """
+    stretches = stretches_of(steps)
+    divided: list[Step] = []
+    for stretch, later in zip(stretches, _read_later(plan, stretches), strict=True):
+        first, *others = stretch
+        division = divide(plan, stretch, later, codecs)
+        divided += [dataclasses.replace(first, division=division), *others]
+    return tuple(divided)
+
+
+def _neighbours(
+    plan: ProgramPlan, steps: Sequence[Step]
+) -> Iterator[tuple[int, list[Step], list[Step], set[int]]]:
+    """Gives where a stretch ends, it, the next one, and what is read behind both."""
+    stretches = stretches_of(steps)
+    laters = _read_later(plan, stretches)
+    end = 0
+    for (stretch, behind), later in zip(
+        itertools.pairwise(stretches), laters[1:], strict=True
+    ):
+        end += len(stretch)
+        yield end, stretch, behind, later
+
+
+def _read_later(
+    plan: ProgramPlan, stretches: Sequence[Sequence[Step]]
+) -> list[set[int]]:
+    """Returns what is read behind each stretch."""
+    read = set(values_of(plan.program.gradients))
+    laters = []
+    for stretch in reversed(stretches):
+        laters.append(set(read))
+        for step in stretch:
+            equations = (*step.recomputed, *filter(None, [step.equation]))
+            read.update(v for eqn in equations for v in eqn.input_values)
+    return laters[::-1]
+
+
+def _is_cheap(step: Step) -> bool:
+    return step.equation is None or is_cheap(step.equation.primitive)

@@ -1,0 +1,488 @@
+"""Stretches of the backward pass that run in parts of their rows."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dafjax
+from dafjax._bits import Bits
+from dafjax._plan.planner import make_plan
+from dafjax._schedule import backward_pass, division, stretches
+from dafjax._schedule.loops import run_loop
+from dafjax._schedule.schedule import schedule_backward
+from dafjax._schedule.stretches import stretches_of
+from dafjax._trace.by_rows import evaluate_on_rows, rows_read, rows_summed
+from dafjax._trace.convolution_in_loop import convolve_in_loop
+from dafjax._trace.equation import Equation, call_equation
+from dafjax._trace.primitives import is_cheap
+from dafjax._trace.residuals import differentiate
+from dafjax.codecs import Affine, Bitmask
+from dafjax.policies import CompressExpensive
+from tests import networks
+from tests.helpers import like, relative_error
+
+
+def equation_of(function, *arguments):
+    """Returns the last equation of a traced function."""
+    closed = jax.make_jaxpr(function)(*arguments)
+    return differentiate(closed, [False] * len(arguments)).forward[-1]
+
+
+def convolve(x, y, spec):
+    return jax.lax.conv_general_dilated(x, y, (1, 1), "SAME", dimension_numbers=spec)
+
+
+class TestRows:
+    """Which rows an equation reads, with 8 rows of 4."""
+
+    @pytest.mark.parametrize(
+        ("function", "rows"),
+        [
+            (lambda x, y: x * y, (True, True)),
+            (lambda x, y: x + y[:1], (True, False)),
+            (lambda x, y: jnp.where(x > 0, x, y), (True, True, True)),
+            (lambda x, y: x > y, (True, True)),
+            (lambda x, y: jnp.sum(x * y, axis=1), (True,)),
+            (lambda x, y: x @ y.T, (True, False)),
+            (lambda x, y: jnp.einsum("ni,ni->n", x, y), (True, True)),
+            (lambda x, y: (x * y).reshape(8, 2, 2), (True,)),
+            (lambda x, y: (x * y).reshape(8, 2, 2).swapaxes(1, 2), (True,)),
+            (lambda x, y: jax.lax.broadcast_in_dim(x, (8, 3, 4), (0, 2)), (True,)),
+            (lambda x, y: jax.lax.broadcast_in_dim(x[0], (8, 4), (1,)), (False,)),
+            (lambda x, y: jnp.cumsum(x * y, axis=0), None),
+            (lambda x, y: (x * y).T, None),
+            (lambda x, y: (x * y).reshape(4, 8), None),
+            (lambda x, y: (x * y)[::-1], None),
+            (lambda x, y: x.T @ y, None),
+            (lambda x, y: jnp.sum(x * y, axis=0), None),
+        ],
+    )
+    def test_read(self, function, rows, key):
+        x = jax.random.normal(key, (8, 4))
+        assert rows_read(equation_of(function, x, x), 8) == rows
+
+    def test_read_by_a_convolution(self, key):
+        x = jax.random.normal(key, (8, 5, 5, 3))
+        kernel = jax.random.normal(key, (3, 3, 3, 4))
+        spec = ("NHWC", "HWIO", "NHWC")
+        eqn = equation_of(lambda x, k: convolve(x, k, spec), x, kernel)
+        assert rows_read(eqn, 8) == (True, False)
+        assert rows_summed(eqn, 8) is None
+        transposed = equation_of(
+            lambda x, k: convolve(x, k, ("NHWC", "HWIO", "CHWN")), x, kernel
+        )
+        assert rows_read(transposed, 8) is None
+
+    def test_others_are_not_these(self, key):
+        x = jax.random.normal(key, (8, 4))
+        assert rows_read(equation_of(lambda x, y: x * y, x, x), 4) is None
+        assert rows_summed(equation_of(lambda x, y: x.T @ y, x, x), 4) is None
+
+    @pytest.mark.parametrize(
+        ("function", "rows"),
+        [
+            (lambda x, y: jnp.sum(x * y, axis=0), (True,)),
+            (lambda x, y: jnp.sum(x * y), (True,)),
+            (lambda x, y: jnp.einsum("ni,nj->ij", x, y), (True, True)),
+            (lambda x, y: jnp.einsum("ni,ni->i", x, y), (True, True)),
+            (lambda x, y: jnp.sum(x * y, axis=1), None),
+            (lambda x, y: jnp.max(x * y, axis=0), None),
+            (lambda x, y: x @ y.T, None),
+        ],
+    )
+    def test_summed(self, function, rows, key):
+        x = jax.random.normal(key, (8, 4))
+        assert rows_summed(equation_of(function, x, x), 8) == rows
+
+
+def parts_of(eqn, operands, count):
+    """Runs an equation on every part of the rows of all operands."""
+    num_rows = len(operands[0])
+    for n in range(count):
+        part = [x[n::count] for x in operands]
+        (result,) = evaluate_on_rows(eqn, part, num_rows, num_rows // count)
+        yield result
+
+
+def test_a_part_is_what_the_whole_has_there(key):
+    x, y = jax.random.normal(key, (2, 8, 4))
+    product = equation_of(lambda x, y: x * y, x, y)
+
+    def larger(x, y):
+        return jnp.where(x > y, x, jnp.zeros_like(x))
+
+    call = call_equation(larger, [x.aval, y.aval], (0, 1), (2,), product)
+    for eqn in (product, call):
+        assert rows_read(eqn, 8) == (True, True)
+        (whole,) = evaluate_on_rows(eqn, [x, y], 8, 8)
+        for n, part in enumerate(parts_of(eqn, [x, y], 4)):
+            np.testing.assert_array_equal(part, whole[n::4])
+
+
+def test_sums_of_parts_add_up(key):
+    x, y = jax.random.normal(key, (2, 8, 6, 6, 3))
+
+    def gradient(x, y):
+        return jax.lax.conv_general_dilated(
+            *(x, y, (1, 1), ((1, 1), (1, 1))),
+            dimension_numbers=jax.lax.ConvDimensionNumbers(
+                (3, 0, 1, 2), (3, 0, 1, 2), (2, 3, 0, 1)
+            ),
+        )
+
+    for function in (gradient, lambda x, y: jnp.einsum("nhwc,nhwd->cd", x, y)):
+        eqn = equation_of(function, x, y)
+        assert rows_summed(eqn, 8) == (True, True)
+        total = sum(parts_of(eqn, [x, y], 4))
+        np.testing.assert_allclose(total, function(x, y), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["NHWC HWIO NHWC", "NCHW OIHW HWNC", "CHWN IHWO HWNC"])
+@pytest.mark.parametrize("strides", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("dilations", [(1, 1), (1, 2)])
+def test_a_convolution_in_a_loop_is_the_convolution(spec, strides, dilations, key):
+    of_images, of_kernel, of_result = spec.split()
+    shape = dict(zip("NHWC", (2, 9, 8, 3), strict=True))
+    taps = dict(zip("HWIO", (3, 2, 3, 4), strict=True))
+    x = jax.random.normal(key, [shape[axis] for axis in of_images])
+    kernel = jax.random.normal(key, [taps[axis] for axis in of_kernel])
+
+    def function(x, kernel):
+        return jax.lax.conv_general_dilated(
+            *(x, kernel, strides, ((1, 0), (2, 1))),
+            lhs_dilation=dilations,
+            rhs_dilation=dilations[::-1],
+            dimension_numbers=(of_images, of_kernel, of_result),
+        )
+
+    eqn = equation_of(function, x, kernel)
+    got = jax.jit(lambda *operands: convolve_in_loop(operands, eqn.params))(x, kernel)
+    np.testing.assert_allclose(got, function(x, kernel), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape"),
+    [
+        (Affine(bits=2), (16, 32, 32)),
+        (Affine(bits=3, blocks="columns"), (16, 64, 32)),
+        (Bitmask(), (16, 1024)),
+    ],
+    ids=repr,
+)
+def test_rows_of_a_packed_are_the_packed_of_rows(codec, shape, key):
+    x = jax.random.normal(key, shape)
+    x = x > 0 if isinstance(codec, Bitmask) else x
+    assert codec.packs_rows(like(x))
+    assert codec.packs_rows(like(x[::4]))
+    packed = jax.tree.map(lambda leaf: leaf[::4], codec.encode(x))
+    got = codec.decode(packed, like(x[::4]))
+    np.testing.assert_array_equal(got, codec.decode(codec.encode(x), like(x))[::4])
+
+
+@pytest.mark.parametrize("codec", [Affine(), Bitmask()], ids=repr)
+def test_rows_that_share_tiles_are_not_packed_by_themselves(codec):
+    dtype = jnp.bool_ if isinstance(codec, Bitmask) else jnp.float32
+    assert not codec.packs_rows(jax.ShapeDtypeStruct((64, 8), dtype))
+    assert not codec.packs_rows(jax.ShapeDtypeStruct((4096,), dtype))
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Lets parts be small, as the arrays of these tests are."""
+    monkeypatch.setattr(division, "_LEAST_NBYTES_OF_PART", 1)
+
+
+def plan_of(function, *arguments):
+    return make_plan(
+        differentiate(jax.make_jaxpr(function)(*arguments), [True] * len(arguments)),
+        policy=CompressExpensive(min_nbytes=256),
+        bits=Bits(),
+    )
+
+
+def plan_of_convolutions(key, batch=32):
+    params = networks.conv_params(key, 3, 32)
+    x = jax.ShapeDtypeStruct((batch, 8, 8, 32), jnp.float32)
+    leaves, structure = jax.tree.flatten((params, x))
+
+    def loss(*leaves):
+        return networks.conv_loss(*jax.tree.unflatten(structure, leaves))
+
+    return plan_of(loss, *leaves)
+
+
+def divisions(plan):
+    return [s.division for s in schedule_backward(plan) if s.division is not None]
+
+
+@pytest.mark.usefixtures("small_parts")
+class TestDivision:
+    """How stretches are divided, without running them."""
+
+    def test_every_stretch_that_unpacks_is_divided(self, key):
+        for first, *others in stretches_of(
+            schedule_backward(plan_of_convolutions(key))
+        ):
+            unpacks = any(step.unpacked for step in (first, *others))
+            assert (first.division is not None) == unpacks
+            assert all(step.division is None for step in others)
+
+    def test_what_depends_on_sums_comes_in_another_loop(self, key):
+        found = divisions(plan_of_convolutions(key))
+        assert {len(d.loops) for d in found} > {1}
+        for d in found:
+            summed = set()
+            for loop in d.loops:
+                read = {
+                    v
+                    for piece in (*loop.before, *loop.by_rows, *loop.sums)
+                    if isinstance(piece, Equation)
+                    for v in piece.input_values
+                }
+                now = {v for eqn in loop.sums for v in eqn.outputs}
+                assert now.isdisjoint(read)
+                assert now.isdisjoint(summed)
+                summed |= now
+
+    def test_products_run_once(self, key):
+        for d in divisions(plan_of_convolutions(key)):
+            products = [
+                piece
+                for loop in d.loops
+                for piece in (*loop.by_rows, *loop.sums)
+                if isinstance(piece, Equation) and not is_cheap(piece.primitive)
+            ]
+            assert len(products) == len(set(products))
+
+    def test_the_cotangent_is_made_with_the_gradient_of_the_weight(self, key):
+        both = [
+            {p.primitive for p in loop.by_rows if isinstance(p, Equation)}
+            for d in divisions(plan_of_convolutions(key))
+            for loop in d.loops
+            if any(eqn.primitive == "conv_general_dilated" for eqn in loop.sums)
+        ]
+        # Nobody wants the cotangent of the first block's input more than it does.
+        assert sum("conv_general_dilated" in found for found in both) >= len(both) - 1
+
+    def test_results_are_written_in_the_place_of_what_nobody_reads(self, key):
+        plan = plan_of_convolutions(key)
+        steps = schedule_backward(plan)
+        places = set()
+        for n, step in enumerate(steps):
+            if step.division is None:
+                continue
+            end = next(
+                (m for m in range(n + 1, len(steps)) if steps[m].begins), len(steps)
+            )
+            later = {
+                v
+                for other in steps[end:]
+                for eqn in (*other.recomputed, other.equation)
+                if eqn is not None
+                for v in eqn.input_values
+            }
+            for loop in step.division.loops:
+                free = {v for v in loop.replaced if v is not None}
+                assert free <= set(loop.sources)
+                assert free.isdisjoint(later)
+                assert all(v >= plan.program.num_arguments for v in free)
+                places |= free
+        assert places
+
+    def test_mixed_rows_are_not_divided(self):
+        x = jnp.ones((512, 512))
+
+        def mixed(x, w):
+            y = jnp.tanh(x @ w)
+            return jnp.sum((y.T * y) @ w)
+
+        def alone(x, w):
+            y = jnp.tanh(x @ w)
+            return jnp.sum((y * y) @ w)
+
+        assert len(divisions(plan_of(alone, x, x))) > len(
+            divisions(plan_of(mixed, x, x))
+        )
+
+    @pytest.mark.parametrize(
+        ("devices", "batch", "parts"),
+        [
+            (1, 32, 16),
+            (1, 12, 6),
+            (1, 10, 5),
+            (1, 7, None),
+            (1, 34, 2),
+            (4, 32, 8),
+            (4, 24, 6),
+            (4, 8, 2),
+            (4, 4, None),
+        ],
+    )
+    def test_rows_are_divided_evenly(self, devices, batch, parts, key, monkeypatch):
+        monkeypatch.setattr(jax, "device_count", lambda: devices)
+        found = {d.num_parts for d in divisions(plan_of_convolutions(key, batch))}
+        assert found == ({parts} if parts else set())
+
+
+def test_small_parts_are_not_worth_it(key, monkeypatch):
+    nbytes = 32 * 8 * 8 * 32 * 4
+    for least, parts in ((nbytes // 4, {4}), (nbytes, set())):
+        monkeypatch.setattr(division, "_LEAST_NBYTES_OF_PART", least)
+        found = divisions(plan_of_convolutions(key))
+        assert {d.num_parts for d in found} == parts
+
+
+def test_large_sums_are_not_taken_in_parts(monkeypatch):
+    """A second array for the sum would take what is saved."""
+    monkeypatch.setattr(division, "_LEAST_NBYTES_OF_PART", 1)
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    def sums_products(num_rows):
+        plan = plan_of(loss, jnp.ones((512, 512)), jnp.ones((num_rows, 512)))
+        loops = [loop for d in divisions(plan) for loop in d.loops]
+        assert loops
+        return any(
+            eqn.primitive == "dot_general" for loop in loops for eqn in loop.sums
+        )
+
+    assert sums_products(4096)
+    assert not sums_products(64)
+
+
+def gradient(loss, *arguments):
+    return jax.jit(jax.grad(dafjax.remat_compress(loss)))(*arguments)
+
+
+def assert_close(got, expected, tolerance):
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        assert relative_error(a, b) < tolerance
+
+
+def counted(monkeypatch):
+    """Counts the parts of the loops that run."""
+    counts = []
+
+    def counting(plan, division, *arguments):
+        counts.append(division.num_parts)
+        return run_loop(plan, division, *arguments)
+
+    monkeypatch.setattr(backward_pass, "run_loop", counting)
+    return counts
+
+
+def whole(monkeypatch):
+    monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
+
+
+@pytest.mark.usefixtures("small_parts")
+class TestGradients:
+    """They are those of the whole but for the order in which sums are taken."""
+
+    def test_of_convolutions_and_norms(self, key, monkeypatch):
+        params = networks.conv_params(key, 3, 32)
+        x = jax.random.normal(key, (32, 8, 8, 32))
+        counts = counted(monkeypatch)
+        got = gradient(networks.conv_loss, params, x)
+        assert set(counts) == {16}
+        whole(monkeypatch)
+        assert_close(got, gradient(networks.conv_loss, params, x), 1e-5)
+
+    def test_parts_of_sums_are_added_in_32_bits(self, key, monkeypatch):
+        def as_type(dtype):
+            return jax.tree.map(lambda x: x.astype(dtype), (params, x))
+
+        params = networks.conv_params(key, 3, 32)
+        x = jax.random.normal(key, (32, 8, 8, 32))
+        counts = counted(monkeypatch)
+        got = gradient(networks.conv_loss, *as_type("bfloat16"))
+        assert set(counts) == {16}
+        whole(monkeypatch)
+        at_once = gradient(networks.conv_loss, *as_type("bfloat16"))
+        exact = jax.grad(networks.conv_loss)(*as_type("float32"))
+        for a, b, c in zip(*map(jax.tree.leaves, (got, at_once, exact)), strict=True):
+            assert a.dtype == b.dtype == jnp.bfloat16
+            assert relative_error(a, c) <= 1.05 * relative_error(b, c)
+
+    def test_of_attention(self, key, monkeypatch):
+        x = jax.random.normal(key, (8, 64, 32))
+        weights = jax.random.normal(key, (3, 32, 32)) / 6
+
+        def loss(weights, x):
+            for _ in range(2):
+                q, k, v = jnp.einsum("btc,ncd->nbtd", x, weights)
+                scores = jnp.einsum("bqd,bkd->bqk", q, k) / 6
+                x = x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v)
+                mean = x.mean(-1, keepdims=True)
+                x = jax.nn.gelu((x - mean) / (1 + jnp.std(x, -1, keepdims=True)))
+            return jnp.mean(x**2)
+
+        counts = counted(monkeypatch)
+        got = gradient(loss, weights, x)
+        assert counts
+        whole(monkeypatch)
+        assert relative_error(got, gradient(loss, weights, x)) < 1e-5
+
+    def test_cotangents_and_residuals_are_left_as_they_were(self, key, monkeypatch):
+        """Results take the place of what XLA may write to, and of nothing else."""
+        params = networks.conv_params(key, 2, 32)
+        x = jax.random.normal(key, (32, 8, 8, 32))
+
+        def blocks(x):
+            for p in params:
+                x = networks.conv_block(p, x)
+            return x
+
+        counts = counted(monkeypatch)
+        _, pullback = jax.vjp(dafjax.remat_compress(blocks), x)
+        cotangent = jax.random.normal(jax.random.fold_in(key, 1), x.shape)
+        before = np.array(cotangent)
+        (first,), (second,) = pullback(cotangent), pullback(cotangent)
+        assert counts
+        np.testing.assert_array_equal(cotangent, before)
+        np.testing.assert_array_equal(first, second)
+
+    def test_vmapped(self, key, monkeypatch):
+        params = networks.conv_params(key, 2, 32)
+        xs = jax.random.normal(key, (2, 16, 8, 8, 32))
+        counts = counted(monkeypatch)
+        wrapped = dafjax.remat_compress(networks.conv_loss)
+        got = jax.jit(jax.vmap(jax.grad(wrapped), (None, 0)))(params, xs)
+        assert counts
+        whole(monkeypatch)
+        wrapped = dafjax.remat_compress(networks.conv_loss)
+        expected = jax.jit(jax.vmap(jax.grad(wrapped), (None, 0)))(params, xs)
+        assert_close(got, expected, 1e-5)
+
+    def test_shared_by_devices(self, key, monkeypatch):
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        params = networks.conv_params(key, 2, 32)
+        x = jax.random.normal(key, (32, 8, 8, 32))
+        counts = counted(monkeypatch)
+        got = gradient(networks.conv_loss, params, jax.device_put(x, rows))
+        assert counts
+        expected = gradient(networks.conv_loss, params, x)
+        assert_close(got, expected, 1e-4)
+
+
+def test_numbers_of_stretches_are_those_of_their_steps(key):
+    steps = schedule_backward(plan_of_convolutions(key))
+    assert list(itertools.chain(*stretches_of(steps))) == list(steps)
+
+
+def test_a_page_pool_unpacks_whole_values(key, monkeypatch):
+    """Importances are measured of whole values, and pages have no rows."""
+    monkeypatch.setattr(division, "_LEAST_NBYTES_OF_PART", 1)
+    params = networks.conv_params(key, 2, 32)
+    x = jax.random.normal(key, (32, 8, 8, 32))
+    counts = counted(monkeypatch)
+    with dafjax.stores.PagePool() as pool:
+        loss = dafjax.remat_compress(networks.conv_loss, store=pool)
+        jax.block_until_ready(jax.jit(jax.grad(loss))(params, x))
+    assert not counts
