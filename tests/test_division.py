@@ -13,6 +13,7 @@ from dafjax._plan.planner import make_plan
 from dafjax._schedule import backward_pass, division, stretches
 from dafjax._schedule.loops import run_loop
 from dafjax._schedule.schedule import schedule_backward
+from dafjax._schedule.steps import Unpacking
 from dafjax._schedule.stretches import stretches_of
 from dafjax._trace.by_rows import evaluate_on_rows, rows_read, rows_summed
 from dafjax._trace.convolution_in_loop import convolve_in_loop
@@ -35,6 +36,10 @@ def convolve(x, y, spec):
     return jax.lax.conv_general_dilated(x, y, (1, 1), "SAME", dimension_numbers=spec)
 
 
+def products_of_rows(x, y):
+    return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())))
+
+
 class TestRows:
     """Which rows an equation reads, with 8 rows of 4."""
 
@@ -54,6 +59,7 @@ class TestRows:
             (lambda x, y: jax.lax.broadcast_in_dim(x[0], (8, 4), (1,)), (False,)),
             (lambda x, y: jnp.cumsum(x * y, axis=0), None),
             (lambda x, y: (x * y).T, None),
+            (lambda x, y: products_of_rows(x, x), None),
             (lambda x, y: (x * y).reshape(4, 8), None),
             (lambda x, y: (x * y)[::-1], None),
             (lambda x, y: x.T @ y, None),
@@ -120,6 +126,17 @@ def test_a_part_is_what_the_whole_has_there(key):
         (whole,) = evaluate_on_rows(eqn, [x, y], 8, 8)
         for n, part in enumerate(parts_of(eqn, [x, y], 4)):
             np.testing.assert_array_equal(part, whole[n::4])
+
+
+def test_a_call_that_reads_rows_and_the_whole_of_one_operand(key):
+    x, y = jax.random.normal(key, (2, 8, 4))
+    product = equation_of(lambda x, y: x * y, x, y)
+    for function, rows in (
+        (lambda x, y: products_of_rows(x * x, y), (True, False)),
+        (lambda x, y: products_of_rows(x * y, x), None),
+    ):
+        call = call_equation(function, [x.aval, y.aval], (0, 1), (2,), product)
+        assert rows_read(call, 8) == rows
 
 
 def test_sums_of_parts_add_up(key):
@@ -218,6 +235,23 @@ def divisions(plan):
     return [s.division for s in schedule_backward(plan) if s.division is not None]
 
 
+@pytest.mark.parametrize(
+    ("function", "mixes"),
+    [
+        (lambda x, c: c * x + c, False),
+        (lambda x, c: products_of_rows(c * x, jnp.ones((32, 256))), False),
+        (lambda x, c: products_of_rows(c * x, c), True),
+    ],
+)
+def test_what_is_read_whole_is_not_there_in_parts(function, mixes):
+    x = jnp.ones((64, 256))
+    program = differentiate(jax.make_jaxpr(function)(x, x), [False, False])
+    levels = division._Levels(program, 64)
+    assert levels.add(Unpacking(0))
+    assert all(map(levels.add, program.forward))
+    assert levels.mixes_rows == mixes
+
+
 @pytest.mark.usefixtures("small_parts")
 class TestDivision:
     """How stretches are divided, without running them."""
@@ -310,7 +344,7 @@ class TestDivision:
     @pytest.mark.parametrize(
         ("devices", "batch", "parts"),
         [
-            (1, 32, 16),
+            (1, 32, 8),
             (1, 12, 6),
             (1, 10, 5),
             (1, 7, None),
@@ -388,7 +422,7 @@ class TestGradients:
         x = jax.random.normal(key, (32, 8, 8, 32))
         counts = counted(monkeypatch)
         got = gradient(networks.conv_loss, params, x)
-        assert set(counts) == {16}
+        assert set(counts) == {8}
         whole(monkeypatch)
         assert_close(got, gradient(networks.conv_loss, params, x), 1e-5)
 
@@ -400,7 +434,7 @@ class TestGradients:
         x = jax.random.normal(key, (32, 8, 8, 32))
         counts = counted(monkeypatch)
         got = gradient(networks.conv_loss, *as_type("bfloat16"))
-        assert set(counts) == {16}
+        assert set(counts) == {8}
         whole(monkeypatch)
         at_once = gradient(networks.conv_loss, *as_type("bfloat16"))
         exact = jax.grad(networks.conv_loss)(*as_type("float32"))

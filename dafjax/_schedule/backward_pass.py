@@ -160,11 +160,7 @@ class _RunningBackward:
 
     def _run_step(self, step: Step) -> None:
         at_hand = self._at_hand(step.delayed)
-        for piece in step.restored:
-            if isinstance(piece, Unpacking):
-                self._unpack(piece)
-            else:
-                self._recompute(piece, at_hand)
+        self._run_whole(step.restored, at_hand)
         if step.joined and self._ties.operands:
             values = tie(*(self._env[v] for v in step.joined))
             self._env.update(zip(step.joined, values, strict=True))
@@ -227,15 +223,11 @@ class _RunningBackward:
             squared = self._store.squared_range(codec, packed)
             self._probe.see_range(item.value, squared)
 
-    def _recompute(self, equation: Equation, at_hand: Mapping[int, Any]) -> None:
+    def _compute(self, equation: Equation, at_hand: Mapping[int, Any]) -> None:
         outputs = evaluate(equation, look_up(equation.inputs, at_hand))
         # What is kept is taken from what was kept, never recomputed.
         made = zip(equation.outputs, outputs, strict=True)
-        self._learn({v: output for v, output in made if v not in self._kept})
-
-    def _compute(self, equation: Equation, at_hand: Mapping[int, Any]) -> None:
-        outputs = evaluate(equation, look_up(equation.inputs, at_hand))
-        self._learn(self._pinned(dict(zip(equation.outputs, outputs, strict=True))))
+        self._learn(self._pinned({v: x for v, x in made if v not in self._kept}))
 
     def _pinned(self, made: Mapping[int, Any]) -> dict[int, Any]:
         return {v: pin(x) if v in self._of_weights else x for v, x in made.items()}

@@ -24,9 +24,9 @@ from dafjax._trace.residuals import Program
 from dafjax.codecs import AbstractCodec
 
 
-# More save little, and each starts everything anew.
-_MOST_PARTS = 16
-# Smaller parts take longer than the whole, which then is not large either.
+# More save little, and each part runs every operation anew.
+_MOST_PARTS = 8
+# Smaller parts take longer, and the whole is not large either.
 _LEAST_NBYTES_OF_PART = 2 << 20
 
 
@@ -57,7 +57,7 @@ def divide(
     ((num_rows,),) = shapes
     num_parts = _num_parts(plan, large, codecs)
     levels = _Levels(program, num_rows)
-    if num_parts == 1 or not all(map(levels.add, pieces)):
+    if num_parts == 1 or not all(map(levels.add, pieces)) or levels.mixes_rows:
         return None
     made = {v for step in stretch if step.equation for v in step.equation.outputs}
     loops, rest = levels.loops(made.intersection(later), later)
@@ -123,6 +123,10 @@ class _Levels:
         self._sums: list[tuple[int, Equation]] = []
         self._others: list[tuple[int, Unpacking | Equation]] = []
         self._sources: dict[Equation, set[int]] = {}
+        # What equations that run in parts read of which only the part is there, and
+        # what they read as a whole.
+        self._read_in_parts: set[int] = set()
+        self._read_whole: set[int] = set()
 
     def add(self, piece: Unpacking | Equation) -> bool:
         """Returns whether the next of a stretch can be run where it runs in parts."""
@@ -176,40 +180,45 @@ class _Levels:
             replaced=self._replaced(results, [v for v in sources if v not in later]),
         )
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether something is read by rows, or is there in parts, and read whole."""
+        in_parts = self._read_in_parts | self._in_parts.keys()
+        return not in_parts.isdisjoint(self._read_whole)
+
     def _add(self, eqn: Equation) -> bool:
         reads_parts = not self._in_parts.keys().isdisjoint(eqn.input_values)
         is_large = self._program.is_large
         if reads_parts or any(map(is_large, eqn.outputs)):
             rows = rows_read(eqn, self._num_rows)
             if rows is not None:
-                level = self._level(eqn, rows)
+                level = self._level_in_parts(eqn, rows)
                 self._by_rows.append(eqn)
                 self._in_parts.update(dict.fromkeys(eqn.outputs, level))
-                return self._reads_parts_as_rows(eqn, rows)
+                return True
         if reads_parts or any(map(is_large, eqn.input_values)):
             rows = rows_summed(eqn, self._num_rows)
             if rows is not None:
-                level = self._level(eqn, rows)
+                level = self._level_in_parts(eqn, rows)
                 self._sums.append((level, eqn))
                 self._whole.update(dict.fromkeys(eqn.outputs, level + 1))
-                return self._reads_parts_as_rows(eqn, rows)
-        level = self._level(eqn, ())
+                return True
+        level = self._level(eqn)
         self._others.append((level, eqn))
         self._whole.update(dict.fromkeys(eqn.outputs, level))
         return not reads_parts
 
-    def _level(self, eqn: Equation, rows: Iterable[bool]) -> int:
-        self._sources[eqn] = _where(eqn.inputs, rows) - self._in_parts.keys()
+    def _level(self, eqn: Equation) -> int:
         known = self._in_parts | self._whole
         return max((known.get(v, 0) for v in eqn.input_values), default=0)
 
-    def _reads_parts_as_rows(self, eqn: Equation, rows: Iterable[bool]) -> bool:
-        """Returns whether what is there in parts is read by rows, and in no other way.
-
-        The whole of it is not there.
-        """
-        read = self._in_parts.keys() & set(eqn.input_values)
-        return read <= _where(eqn.inputs, rows)
+    def _level_in_parts(self, eqn: Equation, rows: Sequence[bool]) -> int:
+        """Returns the level of what runs in parts, and notes how it reads."""
+        by_rows = _where(eqn.inputs, rows)
+        self._sources[eqn] = by_rows - self._in_parts.keys()
+        self._read_in_parts |= by_rows
+        self._read_whole |= _where(eqn.inputs, [not row for row in rows])
+        return self._level(eqn)
 
     def _replaced(
         self, results: Iterable[int], free: Iterable[int]
@@ -232,5 +241,5 @@ def _made_by(piece: Unpacking | Equation) -> tuple[int, ...]:
 
 
 def _where(atoms: Iterable[Atom], chosen: Iterable[bool]) -> set[int]:
-    pairs = zip(atoms, chosen, strict=False)
+    pairs = zip(atoms, chosen, strict=True)
     return {atom for atom, take in pairs if take and isinstance(atom, int)}

@@ -63,11 +63,14 @@ def run_loop(
         sums, wholes = carry
         replaced = dict(zip(loop.replaced, wholes, strict=True))
         sources = read | {v: x for v, x in replaced.items() if v is not None}
-        # Through a tie: else XLA copies the whole before it writes to it, as if
-        # something of the part might be read behind that. Pinned: else XLA:GPU
-        # rearranges the whole, as a product in the loop reads its parts.
-        *tied, after = tie(*(pin(part_of(x)) for x in sources.values()), token)
-        part: dict[int, Any] = dict(zip(sources, tied, strict=True))
+        # Pinned: else XLA:GPU rearranges the whole, as a product reads its parts.
+        part: dict[int, Any] = {v: pin(part_of(x)) for v, x in sources.items()}
+        after = token
+        if loop.results:
+            # Else XLA copies the whole before it writes to it, as if something of the
+            # part might be read behind that.
+            *tied, after = tie(*part.values(), token)
+            part = dict(zip(part, tied, strict=True))
         at_hand = collections.ChainMap(part, dict(env))
         for piece in (*loop.by_rows, *loop.sums):
             if isinstance(piece, Equation):

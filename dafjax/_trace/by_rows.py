@@ -60,53 +60,48 @@ def evaluate_on_rows(
 
 
 def _made_of_rows(jaxpr: jex_core.Jaxpr, num_rows: int) -> set[Any] | None:
-    """Returns the variables that have the rows, among them those that are read."""
+    """Returns the variables that have the rows, among them those that are read.
+
+    `None` if not all that is made has them, or of something more is read than the row.
+    """
     made: set[Any] = set()
+    whole: set[Any] = set()
     for eqn in jaxpr.eqns:
         (result,) = eqn.outvars if len(eqn.outvars) == 1 else (None,)
         if result is None or _shape(result)[:1] != (num_rows,):
             return None
-        read = _operands_with_rows(eqn, num_rows)
-        if read is None:
+        by_rows = _reads_rows(eqn, num_rows)
+        if by_rows is None:
             return None
-        made.update(v for v in read if not isinstance(v, jex_core.Literal))
+        for operand, reads_rows in zip(eqn.invars, by_rows, strict=True):
+            if not isinstance(operand, jex_core.Literal):
+                (made if reads_rows else whole).add(operand)
         made.add(result)
-    return made
+    return made if made.isdisjoint(whole) else None
 
 
-def _operands_with_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> list[Any] | None:
+def _reads_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> list[bool] | None:
+    """Returns of which operands an equation reads rows to make rows."""
     body = _body(eqn)
     if body is not None:
         made = _made_of_rows(body, num_rows)
         if made is None or any(var not in made for var in body.outvars):
             return None
-        pairs = zip(eqn.invars, body.invars, strict=True)
-        return [outer for outer, inner in pairs if inner in made]
+        return [var in made for var in body.invars]
     name = eqn.primitive.name
-    first = eqn.invars[0] if eqn.invars else None
+    has_rows = [_shape(operand)[:1] == (num_rows,) for operand in eqn.invars]
     keeps_rows = _KEEPS_ROWS_OF_FIRST.get(name)
     if keeps_rows is not None and keeps_rows(eqn.params):
-        return [first] if _shape(first)[:1] == (num_rows,) else None
+        first, *others = has_rows
+        return [first, *(False for _ in others)] if first else None
     if name == "broadcast_in_dim":
-        places = eqn.params["broadcast_dimensions"]
-        has_rows = places[:1] == (0,) and _shape(first)[0] == num_rows
-        return [first] if has_rows else []
+        of_rows = eqn.params["broadcast_dimensions"][:1] == (0,)
+        return [of_rows and has_rows[0], *has_rows[1:]]
     if name == "dot_general" and _multiplies_each(eqn.params):
-        return list(eqn.invars)
-    return _aligned_operands(eqn, num_rows) if is_elementwise(name) else None
-
-
-def _aligned_operands(eqn: jex_core.JaxprEqn, num_rows: int) -> list[Any] | None:
-    """For what is made element by element."""
-    shape = _shape(eqn.outvars[0])
-    read = []
-    for operand in eqn.invars:
-        of_operand = _shape(operand)
-        if of_operand and len(of_operand) != len(shape):
-            return None
-        if of_operand[:1] == (num_rows,):
-            read.append(operand)
-    return read
+        return [True, True]
+    num_axes = len(_shape(eqn.outvars[0]))
+    aligned = all(len(_shape(operand)) in (0, num_axes) for operand in eqn.invars)
+    return has_rows if aligned and is_elementwise(name) else None
 
 
 _Params: TypeAlias = Mapping[str, Any]
