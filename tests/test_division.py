@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import dafjax
 from dafjax._bits import Bits
@@ -21,7 +22,7 @@ from dafjax._trace.equation import Equation, call_equation
 from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
-from dafjax.policies import CompressExpensive
+from dafjax.policies import CompressDots, CompressExpensive, CompressNames
 from tests import networks
 from tests.helpers import like, relative_error
 
@@ -441,6 +442,39 @@ class TestGradients:
         for a, b, c in zip(*map(jax.tree.leaves, (got, at_once, exact)), strict=True):
             assert a.dtype == b.dtype == jnp.bfloat16
             assert relative_error(a, c) <= 1.05 * relative_error(b, c)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"policy": CompressDots()},
+            {"policy": CompressNames(("y",))},
+            {"rematerialize": True},
+        ],
+        ids=repr,
+    )
+    def test_of_other_plans(self, options, key, monkeypatch):
+        """Where one residual is unpacked behind what was recomputed of another."""
+        w = jax.random.normal(key, (32, 32)) / 6
+        x = jax.random.normal(key, (16, 64, 32))
+
+        def loss(w, x):
+            for _ in range(2):
+                y = checkpoint_name(jnp.tanh(x) @ w, "y")
+                mean = y.mean((0, 1))
+                variance = jnp.square(y - mean).mean((0, 1))
+                normed = (y - mean) * jax.lax.rsqrt(variance + 1e-3)
+                x = jax.nn.relu(normed) * jnp.tanh(jnp.sin(w[0])) + x
+            return jnp.mean(jnp.square(x))
+
+        def gradient():
+            wrapped = dafjax.remat_compress(loss, **options)
+            return jax.jit(jax.grad(wrapped))(w, x)
+
+        counts = counted(monkeypatch)
+        got = gradient()
+        assert counts
+        whole(monkeypatch)
+        assert relative_error(got, gradient()) < 1e-5
 
     def test_of_attention(self, key, monkeypatch):
         x = jax.random.normal(key, (8, 64, 32))

@@ -74,8 +74,7 @@ class ProgramPlan:
         recomputed: For every value that the backward pass computes again, how.
         slices: The arguments that are slices of what a loop runs over: they are copied
             for each iteration, but no earlier than they are read.
-        masks: The masks that are made of what a rectifier made, with that.
-        masks: For masks of rectifiers the result that each is made of.
+        masks: For each mask that is made of a rectifier's result, that result.
     """
 
     program: Program

@@ -102,8 +102,7 @@ class _RunningBackward:
         if stretch[0].begins:
             self._begin(stretch[0])
         division = stretch[0].division
-        if division is not None and self._runs_in_parts(division):
-            self._take(division.unpacked)
+        if division is not None and self._take(division):
             at_hand = self._at_hand(v for step in stretch for v in step.delayed)
             for loop in division.loops:
                 self._run_whole(loop.before, at_hand)
@@ -167,24 +166,27 @@ class _RunningBackward:
         if step.equation is not None:
             self._compute(step.equation, at_hand)
 
-    def _runs_in_parts(self, division: Division) -> bool:
+    def _take(self, division: Division) -> bool:
+        """Takes what is unpacked in parts: XLA prepares it no earlier than that.
+
+        Returns whether it, and all else that is read by rows, has parts.
+        """
         if not (self._ties.partial and self._ties.cotangent):
             return False
-        read = [v for loop in division.loops for v in loop.sources if v in self._env]
-        packed = [self._packed(v) for v in division.unpacked]
-        return can_be_divided(jax.tree.leaves(([self._env[v] for v in read], packed)))
+        packed = {v: self._packed(v) for v in division.unpacked}
+        sources = {v for loop in division.loops for v in loop.sources}
+        read = [self._env[v] for v in sources.intersection(self._env)]
+        leaves, structure = jax.tree.flatten(packed)
+        if not can_be_divided([*leaves, *read]):
+            return False
+        *tied, self._token = tie(*leaves, self._token)
+        self._taken.update(jax.tree.unflatten(structure, tied))
+        return True
 
     def _packed(self, value: int) -> ArrayTree:
         if value in self._taken:
             return self._taken[value]
         return self._store.get(self._waiting[value])
-
-    def _take(self, values: Sequence[int]) -> None:
-        """Takes what is unpacked in parts: XLA prepares it no earlier than that."""
-        packed = {v: self._packed(v) for v in values}
-        leaves, structure = jax.tree.flatten(packed)
-        *tied, self._token = tie(*leaves, self._token)
-        self._taken.update(jax.tree.unflatten(structure, tied))
 
     def _run_whole(
         self, pieces: Iterable[Unpacking | Equation], at_hand: Mapping[int, Any]

@@ -116,9 +116,9 @@ class _Levels:
     def __init__(self, program: Program, num_rows: int) -> None:
         self._program = program
         self._num_rows = num_rows
-        # The level of what is there in parts alone, and of what is made as a whole.
-        self._in_parts: dict[int, int] = {}
-        self._whole: dict[int, int] = {}
+        # The level of what is made in parts alone, and of what is made as a whole.
+        self._level_of_parts: dict[int, int] = {}
+        self._level_of_whole: dict[int, int] = {}
         self._by_rows: list[Unpacking | Equation] = []
         self._sums: list[tuple[int, Equation]] = []
         self._others: list[tuple[int, Unpacking | Equation]] = []
@@ -134,7 +134,7 @@ class _Levels:
             return not piece.has_effect and self._add(piece)
         if self._program.is_large(piece.value):
             self._by_rows.append(piece)
-            self._in_parts[piece.value] = 0
+            self._level_of_parts[piece.value] = 0
         else:
             self._others.append((0, piece))
         return True
@@ -148,8 +148,8 @@ class _Levels:
             results: What is to be there in the end.
             later: What is read then, and must not be replaced.
         """
-        wanted = tuple(sorted(self._in_parts.keys() & set(results)))
-        levels = [self._in_parts[v] for v in wanted]
+        wanted = tuple(sorted(self._level_of_parts.keys() & set(results)))
+        levels = [self._level_of_parts[v] for v in wanted]
         levels.extend(level for level, _ in self._sums)
         last = max(levels, default=-1)
         loops = tuple(
@@ -183,39 +183,50 @@ class _Levels:
     @property
     def mixes_rows(self) -> bool:
         """Whether something is read by rows, or is there in parts, and read whole."""
-        in_parts = self._read_in_parts | self._in_parts.keys()
+        in_parts = self._read_in_parts | self._level_of_parts.keys()
         return not in_parts.isdisjoint(self._read_whole)
 
     def _add(self, eqn: Equation) -> bool:
-        reads_parts = not self._in_parts.keys().isdisjoint(eqn.input_values)
+        """Decides how an equation runs; returns whether the stretch can be divided."""
+        reads_parts = not self._level_of_parts.keys().isdisjoint(eqn.input_values)
         is_large = self._program.is_large
         if reads_parts or any(map(is_large, eqn.outputs)):
-            rows = rows_read(eqn, self._num_rows)
+            rows = self._values_only(eqn, rows_read(eqn, self._num_rows))
             if rows is not None:
                 level = self._level_in_parts(eqn, rows)
                 self._by_rows.append(eqn)
-                self._in_parts.update(dict.fromkeys(eqn.outputs, level))
+                self._level_of_parts.update(dict.fromkeys(eqn.outputs, level))
                 return True
         if reads_parts or any(map(is_large, eqn.input_values)):
-            rows = rows_summed(eqn, self._num_rows)
+            rows = self._values_only(eqn, rows_summed(eqn, self._num_rows))
             if rows is not None:
                 level = self._level_in_parts(eqn, rows)
                 self._sums.append((level, eqn))
-                self._whole.update(dict.fromkeys(eqn.outputs, level + 1))
+                self._level_of_whole.update(dict.fromkeys(eqn.outputs, level + 1))
                 return True
         level = self._level(eqn)
         self._others.append((level, eqn))
-        self._whole.update(dict.fromkeys(eqn.outputs, level))
+        self._level_of_whole.update(dict.fromkeys(eqn.outputs, level))
         return not reads_parts
 
+    @staticmethod
+    def _values_only(
+        eqn: Equation, rows: tuple[bool, ...] | None
+    ) -> tuple[bool, ...] | None:
+        """Returns `rows`, `None` if rows of a constant would be read."""
+        if rows is None:
+            return None
+        pairs = zip(eqn.inputs, rows, strict=True)
+        return None if any(row and not isinstance(x, int) for x, row in pairs) else rows
+
     def _level(self, eqn: Equation) -> int:
-        known = self._in_parts | self._whole
+        known = self._level_of_parts | self._level_of_whole
         return max((known.get(v, 0) for v in eqn.input_values), default=0)
 
     def _level_in_parts(self, eqn: Equation, rows: Sequence[bool]) -> int:
         """Returns the level of what runs in parts, and notes how it reads."""
         by_rows = _where(eqn.inputs, rows)
-        self._sources[eqn] = by_rows - self._in_parts.keys()
+        self._sources[eqn] = by_rows - self._level_of_parts.keys()
         self._read_in_parts |= by_rows
         self._read_whole |= _where(eqn.inputs, [not row for row in rows])
         return self._level(eqn)

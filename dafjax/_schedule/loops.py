@@ -79,8 +79,11 @@ def run_loop(
                 part.update(zip(piece.outputs, outputs, strict=True))
                 continue
             value = piece.value
-            *behind, after = tie(*(part[v] for v in piece.behind), after)
-            part.update(zip(piece.behind, behind, strict=True))
+            # Not what the loop leaves out, and what is there as a whole.
+            waiting = [v for v in piece.behind if v in part]
+            if waiting:
+                *tied, after = tie(*(part[v] for v in waiting), after)
+                part.update(zip(waiting, tied, strict=True))
             bits = jax.tree.map(part_of, coded[value])
             codes = jax.tree.map(_from_bits, bits, packed[value])
             part[value] = codecs[value].decode(codes, likes[value], after=(after,))

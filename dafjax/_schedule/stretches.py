@@ -1,8 +1,7 @@
 """Stretches: where they end so that they run in parts, and which of them do."""
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.division import divide
@@ -38,12 +37,23 @@ def products_in_parts(
     Returns:
         The numbers of their steps.
     """
+    stretches = stretches_of(steps)
+    laters = _read_later(plan, stretches)
     found = set()
-    for end, stretch, behind, later in _neighbours(plan, steps):
-        if _is_cheap(behind[0]) or _is_cheap(stretch[0]) or behind[0].unpacked:
-            continue
-        if divide(plan, [*stretch, *behind], later, codecs) is not None:
+    joined: list[Step] = []
+    end = 0
+    for stretch, later in zip(stretches, laters, strict=True):
+        can_join = (
+            joined
+            and not _is_cheap(joined[0])
+            and not _is_cheap(stretch[0])
+            and not stretch[0].unpacked
+            and divide(plan, [*joined, *stretch], later, codecs) is not None
+        )
+        if can_join:
             found.add(end)
+        joined = [*joined, *stretch] if can_join else stretch
+        end += len(stretch)
     return frozenset(found)
 
 
@@ -64,20 +74,6 @@ def with_divisions(
         division = divide(plan, stretch, later, codecs)
         divided += [dataclasses.replace(first, division=division), *others]
     return tuple(divided)
-
-
-def _neighbours(
-    plan: ProgramPlan, steps: Sequence[Step]
-) -> Iterator[tuple[int, list[Step], list[Step], set[int]]]:
-    """Gives where a stretch ends, it, the next one, and what is read behind both."""
-    stretches = stretches_of(steps)
-    laters = _read_later(plan, stretches)
-    end = 0
-    for (stretch, behind), later in zip(
-        itertools.pairwise(stretches), laters[1:], strict=True
-    ):
-        end += len(stretch)
-        yield end, stretch, behind, later
 
 
 def _read_later(
