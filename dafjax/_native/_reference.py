@@ -242,10 +242,13 @@ def unpack_bitmask(words: Array, *after: Array, size: int) -> Array:
     return _cut(fields, size) != jnp.uint32(0)
 
 
-def tie(*arrays: Array, all_are_read: bool, num_awaited: int) -> tuple[Array, ...]:
-    """Returns its arguments, none before all are there that are read."""
+def tie(
+    *arrays: Array, all_are_read: bool, num_awaited: int, num_settled: int
+) -> tuple[Array, ...]:
+    """Returns its arguments, none before all but the last are there that are read."""
     del all_are_read, num_awaited
-    return tuple(lax.optimization_barrier(arrays))
+    num_tied = len(arrays) - num_settled
+    return (*lax.optimization_barrier(arrays[:num_tied]), *arrays[num_tied:])
 
 
 def hold(*arrays: Array, num_awaited: int) -> tuple[Array, ...]:

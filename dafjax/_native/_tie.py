@@ -24,7 +24,10 @@ from dafjax._typing import Array, Static
 
 
 def tie(
-    *arrays: Array, all_are_read: bool = True, num_awaited: int = 0
+    *arrays: Array,
+    all_are_read: bool = True,
+    num_awaited: int = 0,
+    num_settled: int = 0,
 ) -> tuple[Array, ...]:
     """Returns its arguments unchanged, none of them before all are computed.
 
@@ -39,13 +42,24 @@ def tie(
             call of the tie there too.
         num_awaited: How many of the arrays, the first ones, the others wait for. On a
             CPU they themselves wait for nothing, and XLA can compute in their place.
+        num_settled: How many of the arrays, the last ones, wait for the others, which
+            do not wait for them. On a GPU they wait for nothing: XLA:GPU puts off what
+            reads results of a barrier.
 
     Returns:
         The same arrays, tied.
     """
     operands = tuple(filter(can_pass_through, arrays))
     awaited = sum(map(can_pass_through, arrays[:num_awaited]))
-    tied = iter(_bind(operands, all_are_read=all_are_read, num_awaited=awaited))
+    settled = sum(map(can_pass_through, arrays[len(arrays) - num_settled :]))
+    tied = iter(
+        _bind(
+            operands,
+            all_are_read=all_are_read,
+            num_awaited=awaited,
+            num_settled=settled,
+        )
+    )
     return tuple(next(tied) if can_pass_through(x) else x for x in arrays)
 
 

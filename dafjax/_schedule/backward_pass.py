@@ -137,15 +137,21 @@ class _RunningBackward:
         samples = [] if self._probe is None else self._probe.waiting()
         if not self._ties.in_place:
             awaited.clear()
-        *values, self._token = tie(
+        settled = step.settled if self._ties.outgoing else ()
+        values = tie(
             *(self._env[v] for v in tied),
             *samples,
             self._token,
+            *(self._env[v] for v in settled),
             num_awaited=sum(v in awaited for v in tied),
+            num_settled=len(settled),
         )
-        self._env.update(zip(tied, values[: len(tied)], strict=True))
+        self._env.update(zip(tied, values, strict=False))
+        behind = len(tied) + len(samples)
         if self._probe is not None:
-            self._probe.settle(values[len(tied) :])
+            self._probe.settle(values[len(tied) : behind])
+        self._token = values[behind]
+        self._env.update(zip(settled, values[behind + 1 :], strict=True))
 
     def _at_hand(self, delayed: Iterable[int]) -> Mapping[int, Any]:
         """Returns what can be read, some arguments no earlier than now."""

@@ -27,7 +27,7 @@ from dafjax.codecs import AbstractCodec
 # More save little, and each part runs every operation anew.
 _MOST_PARTS = 8
 # Smaller parts take longer, and the whole is not large either.
-_LEAST_NBYTES_OF_PART = 2 << 20
+_LEAST_NBYTES_OF_PART = 1 << 20
 
 
 def divide(

@@ -14,7 +14,7 @@ from dafjax._trace.residuals import Program
 
 
 def behind_last_reads(program: Program, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Returns the steps, with gradients tied where their weights are read no more.
+    """Returns the steps, with gradients where their weights are read no more.
 
     Args:
         program: The program.
@@ -35,16 +35,13 @@ def behind_last_reads(program: Program, steps: Sequence[Step]) -> tuple[Step, ..
             last_read.update(dict.fromkeys(eqn.input_values, now))
         made.update(dict.fromkeys(step.equation.outputs, now))
     begins = [now for now, step in enumerate(steps) if step.begins]
-    tied: dict[int, set[int]] = {}
+    settled: dict[int, tuple[int, ...]] = {}
     for weight, gradient in of_weights.items():
         read = last_read.get(weight, -1)
         behind = next((now for now in begins if now > read), None)
         if behind is not None and made.get(gradient, behind) < read:
-            tied.setdefault(behind, set()).add(gradient)
+            settled[behind] = (*settled.get(behind, ()), gradient)
     return tuple(
-        dataclasses.replace(
-            step,
-            cotangents=tuple(sorted(tied.get(now, set()).union(step.cotangents))),
-        )
+        dataclasses.replace(step, settled=settled.get(now, ()))
         for now, step in enumerate(steps)
     )

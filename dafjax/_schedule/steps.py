@@ -81,6 +81,7 @@ class Step:
         cotangents: If so, the values of the backward pass that go through the tie.
         awaited: Those of them that the tie need only wait for.
         given: If so, the saved values and small arguments that go through the tie.
+        settled: If so, gradients of weights that are read no more.
         restored: How what is missing is restored, in order: residuals to unpack, and
             equations of the forward pass to run again.
         delayed: The large arguments to read no earlier than the stretch begins.
@@ -96,6 +97,7 @@ class Step:
     restored: tuple[Unpacking | Equation, ...]
     delayed: tuple[int, ...]
     joined: tuple[int, ...]
+    settled: tuple[int, ...] = ()
     division: Division | None = None
 
     @property
