@@ -1,9 +1,10 @@
 """Memory and time of a step with residuals in a page pool, against arrays.
 
-Both keep the same residuals with the same bits: their gradients are equal, bit for bit.
-A pool whose program also measures how important residuals are, as where bits are
-allocated, keeps the same, too: what that costs is measured against the pool without.
-Its gradients are equal but for float rounding, because XLA fuses differently.
+Both keep the same residuals with the same bits: their gradients are equal, bit for bit
+where the backward pass runs whole. Where it runs in parts, a pool adds up other parts,
+and gradients are equal but for float rounding. A pool whose program also measures how
+important residuals are, as where bits are allocated, keeps the same, too: what that
+costs is measured against the pool without.
 
 Examples:
     python -m benchmarks.pool_step
@@ -50,7 +51,7 @@ STORES: dict[str, Callable[..., AbstractStore]] = {
     "pool, backward once": lambda name: PagePool(name=name, backward_once=True),
 }
 # Of the relative error to what the step with arrays gives.
-_TOLERANCE = {_ARRAYS: 0.0, _POOL: 0.0, _MEASURING: 1e-5}
+_TOLERANCE = {_ARRAYS: 0.0, _POOL: 1e-5, _MEASURING: 1e-5}
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 

@@ -41,6 +41,7 @@ def remat_compress(
     static_argnames: str | Sequence[str] = (),
     activation_argnums: int | Sequence[int] = (),
     rematerialize: bool = False,
+    max_parts: int = 8,
     seed: int | jax.Array = 0,
 ) -> Callable[..., Any]:
     """Makes a function keep what its backward pass needs in a few bits.
@@ -82,6 +83,10 @@ def remat_compress(
             what it needs of it in codes of `bits`, and reads them at once. Of loops
             the iterations are run again. What is computed again is off as the 8 bits
             are: masks of rectifiers flip for values near 0. For stores of fixed bits.
+        max_parts: In how many parts of the examples a stretch of the backward pass runs
+            at most, where it can: then residuals, and what is made of them, are there
+            part by part. Each part calls every operation anew. Where calls take long
+            beside the work, as with small batches on a fast GPU, try 1.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
             The noise also depends on the content of what is rounded, so that a constant
             gives fresh noise in every step and a step can be repeated exactly.
@@ -117,6 +122,7 @@ def remat_compress(
             static_argnames=static_argnames,
             activation_argnums=activation_argnums,
             rematerialize=rematerialize,
+            max_parts=max_parts,
             seed=seed,
         )
     if not callable(fun):
@@ -140,6 +146,7 @@ def remat_compress(
         store=checked_store,
         ties=Ties(),
         rematerialize=_checked_flag("rematerialize", rematerialize),
+        max_parts=_checked_max_parts(max_parts),
     )
     if bits is None:
         return fun
@@ -333,6 +340,17 @@ def _checked_flag(name: str, value: Any) -> bool:
             f"`remat_compress({name}=...)` must be a bool, but got `{value!r}`."
         )
     return bool(value)
+
+
+def _checked_max_parts(value: Any) -> int:
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or value < 1:
+        error = ValueError if is_integer else TypeError
+        raise error(
+            "`remat_compress(max_parts=...)` must be an integer from 1 (all at once) "
+            f"on, but got `{value!r}`. The default is 8."
+        )
+    return int(value)
 
 
 def _checked_numbers(name: str, numbers: Any) -> tuple[int, ...]:

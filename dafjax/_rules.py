@@ -18,7 +18,8 @@ from dafjax._schedule.backward_pass import run_backward
 from dafjax._schedule.forward_pass import run_forward
 from dafjax._schedule.restored_arguments import restore_arguments
 from dafjax._schedule.schedule import schedule_backward
-from dafjax._schedule.stored import codecs_in
+from dafjax._schedule.steps import Step
+from dafjax._schedule.stored import parts_in
 from dafjax._schedule.ties import Ties
 from dafjax._trace.residuals import Program, vjp_of_perturbed
 from dafjax.policies import AbstractPolicy
@@ -35,6 +36,7 @@ class Options:
     store: AbstractStore
     ties: Ties
     rematerialize: bool
+    max_parts: int
 
 
 class Rule(abc.ABC):
@@ -88,8 +90,9 @@ class ScheduledRule(Rule):
 
     def __init__(self, plan: ProgramPlan, options: Options) -> None:
         self.perturbed = plan.program.perturbed
-        self._forward = _ForwardPass(plan, options)
-        self._backward = _make_backward_pass(plan, options)
+        schedule = _schedule(plan, options)
+        self._forward = _ForwardPass(plan, schedule, options)
+        self._backward = _make_backward_pass(plan, schedule, options)
 
     def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
         return self._forward(seed, arguments)
@@ -120,14 +123,15 @@ class RerunRule(Rule):
         )
         # Nobody reads the results of the second run.
         without_results = dataclasses.replace(plan.program, results=())
-        self._forward = _ForwardPass(of_arguments, options)
+        self._forward = _ForwardPass(of_arguments, (), options)
         self._restore = functools.partial(
             restore_arguments, of_arguments, store=options.store, ties=options.ties
         )
+        schedule = _schedule(plan, options)
         self._forward_again = _ForwardPass(
-            dataclasses.replace(plan, program=without_results), options
+            dataclasses.replace(plan, program=without_results), schedule, options
         )
-        self._backward = _make_backward_pass(plan, options)
+        self._backward = _make_backward_pass(plan, schedule, options)
         self._ties = options.ties
         moving = itertools.compress(itertools.count(), program.perturbed)
         self._are_whole = [number not in plan.slices for number in moving]
@@ -160,10 +164,12 @@ class RerunRule(Rule):
 class _ForwardPass:
     """A forward pass as scheduled; compiled once when called eagerly."""
 
-    def __init__(self, plan: ProgramPlan, options: Options) -> None:
+    def __init__(
+        self, plan: ProgramPlan, schedule: Sequence[Step], options: Options
+    ) -> None:
         self._plan = plan
         self._run = functools.partial(
-            run_forward, plan, store=options.store, ties=options.ties
+            run_forward, plan, schedule, store=options.store, ties=options.ties
         )
         self._compiled = jax.jit(self._run, inline=True)
 
@@ -196,18 +202,17 @@ class _ForwardPass:
         return jax.jit(run)
 
 
-def _make_backward_pass(plan: ProgramPlan, options: Options) -> Callable[..., Any]:
+def _schedule(plan: ProgramPlan, options: Options) -> tuple[Step, ...]:
+    """Returns the steps of the backward pass."""
+    parts = parts_in(options.store, plan, options.max_parts)
+    return schedule_backward(plan, parts)
+
+
+def _make_backward_pass(
+    plan: ProgramPlan, schedule: Sequence[Step], options: Options
+) -> Callable[..., Any]:
     """Returns a backward pass as scheduled; compiled once when called eagerly."""
-    store = options.store
-    codecs = codecs_in(store, plan)
-    # Importances are measured of whole values.
-    if any(store.measured_code(codec) is not None for codec in codecs.values()):
-        codecs = {}
     run = functools.partial(
-        run_backward,
-        plan,
-        schedule_backward(plan, codecs),
-        store=store,
-        ties=options.ties,
+        run_backward, plan, schedule, store=options.store, ties=options.ties
     )
     return jax.jit(run, inline=True)

@@ -38,6 +38,7 @@ def remat_compress(
     activation_argnums: int | Sequence[int] | None = None,
     methods: Sequence[str] | None = None,
     rematerialize: bool = False,
+    max_parts: int = 8,
     seed: int | jax.Array = 0,
 ) -> Target:
     """Makes a module keep what its backward pass needs in a few bits.
@@ -67,6 +68,7 @@ def remat_compress(
             given, as a mask: it is kept once as it is, but packed once for each block.
         methods: Names of the methods to wrap. `None`: `__call__`. A function has none.
         rematerialize: As in `dafjax.remat_compress`.
+        max_parts: As in `dafjax.remat_compress`.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
 
     Returns:
@@ -103,6 +105,7 @@ def remat_compress(
         store=store,
         static_argnums=static_argnums,
         rematerialize=rematerialize,
+        max_parts=max_parts,
         seed=seed,
     )
     # Checks the options now, not in the first call.

@@ -31,6 +31,7 @@ def remat_compress(
     static_argnums: int | Sequence[int] = (),
     activation_argnums: int | Sequence[int] | None = None,
     rematerialize: bool = False,
+    max_parts: int = 8,
     seed: int | jax.Array = 0,
 ) -> Callable[..., Any]:
     """Makes a function of modules keep what its backward pass needs in a few bits.
@@ -60,6 +61,7 @@ def remat_compress(
             are given, as a mask: it is kept once as it is, but packed once for each
             block.
         rematerialize: As in `dafjax.remat_compress`.
+        max_parts: As in `dafjax.remat_compress`.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
 
     Returns:
@@ -93,6 +95,7 @@ def remat_compress(
             static_argnums=static_argnums,
             activation_argnums=activation_argnums,
             rematerialize=rematerialize,
+            max_parts=max_parts,
             seed=seed,
         )
     compress = functools.partial(
@@ -102,6 +105,7 @@ def remat_compress(
         store=store,
         static_argnums=static_argnums,
         rematerialize=rematerialize,
+        max_parts=max_parts,
         seed=seed,
     )
     # Checks the options now, not in the first call.

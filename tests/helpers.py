@@ -12,7 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.schedule import schedule_backward
+from dafjax._schedule.steps import Step
+from dafjax._schedule.stored import parts_in
 from dafjax.codecs import AbstractCodec, Affine, Bitmask
+from dafjax.stores import Arrays
 
 
 AFFINE_CODECS: tuple[Affine, ...] = (
@@ -56,6 +61,11 @@ def example(codec: AbstractCodec, shape: tuple[int, ...], key: jax.Array) -> jax
     """Returns an array that the codec packs."""
     x = jax.random.normal(key, shape)
     return x > 0.5 if isinstance(codec, Bitmask) else x
+
+
+def scheduled(plan: ProgramPlan, most: int = 8) -> tuple[Step, ...]:
+    """Returns the steps of a backward pass, in so many parts at most."""
+    return schedule_backward(plan, parts_in(Arrays(), plan, most))
 
 
 def relative_error(x: jax.Array, exact: jax.Array) -> float:

@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 import dafjax
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule import backward_pass, division, stretches
+from dafjax._schedule import backward_pass, division, parts, stretches
+from dafjax._schedule.importance import moments_of_part, moments_of_parts
 from dafjax._schedule.loops import run_loop
-from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Unpacking
 from dafjax._schedule.stretches import stretches_of
 from dafjax._trace.by_rows import evaluate_on_rows, rows_read, rows_summed
@@ -23,8 +23,9 @@ from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import CompressDots, CompressExpensive, CompressNames
+from dafjax.stores import _pooled_affine
 from tests import networks
-from tests.helpers import like, relative_error
+from tests.helpers import like, relative_error, scheduled
 
 
 def equation_of(function, *arguments):
@@ -210,7 +211,7 @@ def test_rows_that_share_tiles_are_not_packed_by_themselves(codec):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Lets parts be small, as the arrays of these tests are."""
-    monkeypatch.setattr(division, "_LEAST_NBYTES_OF_PART", 1)
+    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
 
 
 def plan_of(function, *arguments):
@@ -233,7 +234,7 @@ def plan_of_convolutions(key, batch=32):
 
 
 def divisions(plan):
-    return [s.division for s in schedule_backward(plan) if s.division is not None]
+    return [s.division for s in scheduled(plan) if s.division is not None]
 
 
 @pytest.mark.parametrize(
@@ -258,9 +259,7 @@ class TestDivision:
     """How stretches are divided, without running them."""
 
     def test_every_stretch_that_unpacks_is_divided(self, key):
-        for first, *others in stretches_of(
-            schedule_backward(plan_of_convolutions(key))
-        ):
+        for first, *others in stretches_of(scheduled(plan_of_convolutions(key))):
             unpacks = any(step.unpacked for step in (first, *others))
             assert (first.division is not None) == unpacks
             assert all(step.division is None for step in others)
@@ -304,7 +303,7 @@ class TestDivision:
 
     def test_results_are_written_in_the_place_of_what_nobody_reads(self, key):
         plan = plan_of_convolutions(key)
-        steps = schedule_backward(plan)
+        steps = scheduled(plan)
         places = set()
         for n, step in enumerate(steps):
             if step.division is None:
@@ -343,7 +342,7 @@ class TestDivision:
         )
 
     @pytest.mark.parametrize(
-        ("devices", "batch", "parts"),
+        ("devices", "batch", "count"),
         [
             (1, 32, 8),
             (1, 12, 6),
@@ -356,23 +355,41 @@ class TestDivision:
             (4, 4, None),
         ],
     )
-    def test_rows_are_divided_evenly(self, devices, batch, parts, key, monkeypatch):
+    def test_rows_are_divided_evenly(self, devices, batch, count, key, monkeypatch):
         monkeypatch.setattr(jax, "device_count", lambda: devices)
         found = {d.num_parts for d in divisions(plan_of_convolutions(key, batch))}
-        assert found == ({parts} if parts else set())
+        assert found == ({count} if count else set())
 
 
 def test_small_parts_are_not_worth_it(key, monkeypatch):
     nbytes = 32 * 8 * 8 * 32 * 4
-    for least, parts in ((nbytes // 4, {4}), (nbytes, set())):
-        monkeypatch.setattr(division, "_LEAST_NBYTES_OF_PART", least)
+    for least, counts in ((nbytes // 4, {4}), (nbytes, set())):
+        monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", least)
         found = divisions(plan_of_convolutions(key))
-        assert {d.num_parts for d in found} == parts
+        assert {d.num_parts for d in found} == counts
+
+
+def test_no_more_parts_than_asked_for(key, monkeypatch):
+    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
+    plan = plan_of_convolutions(key)
+    for most, counts in ((1, set()), (2, {2}), (5, {4}), (16, {16})):
+        found = [step.division for step in scheduled(plan, most)]
+        assert {d.num_parts for d in found if d is not None} == counts
+
+
+@pytest.mark.parametrize(
+    ("max_parts", "error"),
+    [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)],
+)
+def test_what_is_no_number_of_parts_is_refused(max_parts, error):
+    message = r"`remat_compress\(max_parts=...\)` must be an integer from 1 .*but got"
+    with pytest.raises(error, match=message):
+        dafjax.remat_compress(jnp.sin, max_parts=max_parts)
 
 
 def test_large_sums_are_not_taken_in_parts(monkeypatch):
     """A second array for the sum would take what is saved."""
-    monkeypatch.setattr(division, "_LEAST_NBYTES_OF_PART", 1)
+    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
 
     def loss(w, x):
         return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
@@ -426,6 +443,15 @@ class TestGradients:
         assert set(counts) == {8}
         whole(monkeypatch)
         assert_close(got, gradient(networks.conv_loss, params, x), 1e-5)
+
+    def test_at_once_where_that_is_asked_for(self, key, monkeypatch):
+        params = networks.conv_params(key, 3, 32)
+        x = jax.random.normal(key, (32, 8, 8, 32))
+        counts = counted(monkeypatch)
+        for most in (1, 2):
+            loss = dafjax.remat_compress(networks.conv_loss, max_parts=most)
+            jax.jit(jax.grad(loss)).lower(params, x)
+            assert set(counts) == ({2} if most > 1 else set())
 
     def test_parts_of_sums_are_added_in_32_bits(self, key, monkeypatch):
         def as_type(dtype):
@@ -540,17 +566,109 @@ class TestGradients:
 
 
 def test_numbers_of_stretches_are_those_of_their_steps(key):
-    steps = schedule_backward(plan_of_convolutions(key))
+    steps = scheduled(plan_of_convolutions(key))
     assert list(itertools.chain(*stretches_of(steps))) == list(steps)
 
 
-def test_a_page_pool_unpacks_whole_values(key, monkeypatch):
-    """Importances are measured of whole values, and pages have no rows."""
-    monkeypatch.setattr(division, "_LEAST_NBYTES_OF_PART", 1)
-    params = networks.conv_params(key, 2, 32)
-    x = jax.random.normal(key, (32, 8, 8, 32))
-    counts = counted(monkeypatch)
-    with dafjax.stores.PagePool() as pool:
-        loss = dafjax.remat_compress(networks.conv_loss, store=pool)
-        jax.block_until_ready(jax.jit(jax.grad(loss))(params, x))
-    assert not counts
+@pytest.mark.usefixtures("small_parts")
+class TestInAPagePool:
+    """Each part of a residual is an entry of its own."""
+
+    @pytest.fixture(autouse=True)
+    def small_entries(self, monkeypatch):
+        monkeypatch.setattr(_pooled_affine, "_NUM_ELEMENTS_OF_PAGE", 1)
+
+    @staticmethod
+    def example(key):
+        params = networks.conv_params(key, 2, 32)
+        return params, jax.random.normal(key, (32, 8, 8, 32))
+
+    @staticmethod
+    def gradient(pool, bits=2):
+        loss = dafjax.remat_compress(networks.conv_loss, bits=bits, store=pool)
+        compiled = jax.jit(jax.grad(loss))
+        return lambda *arguments: jax.block_until_ready(compiled(*arguments))
+
+    def test_parts_follow_each_other(self, key, monkeypatch):
+        """Gradients are those with arrays but for the order of sums."""
+        params, x = self.example(key)
+        counts = counted(monkeypatch)
+        with dafjax.stores.PagePool() as pool:
+            got = self.gradient(pool)(params, x)
+            assert set(counts) == {8}
+            stats = pool.stats()
+            assert stats.total_entries == 8 * len(stats.sites)
+        assert_close(got, gradient(networks.conv_loss, params, x), 1e-5)
+        whole(monkeypatch)
+        with dafjax.stores.PagePool() as pool:
+            at_once = self.gradient(pool)(params, x)
+            stats = pool.stats()
+            assert stats.total_entries == len(stats.sites)
+        assert_close(got, at_once, 1e-5)
+
+    def test_entries_are_freed_behind_their_last_loop(self, key):
+        params, x = self.example(key)
+        with dafjax.stores.PagePool(backward_once=True) as pool:
+            take = self.gradient(pool)
+            for _ in range(2):
+                got = take(params, x)
+                assert pool.stats().live_entries == 0
+        assert_close(got, gradient(networks.conv_loss, params, x), 1e-5)
+
+    def test_importances_are_those_of_the_whole(self, key, monkeypatch):
+        params, x = self.example(key)
+
+        def importances():
+            with dafjax.stores.PagePool() as pool:
+                take = self.gradient(pool, bits=dafjax.AverageBits(2))
+                for _ in range(2):
+                    take(params, x)
+                sites = pool.stats().sites
+            return np.array([site.importance for site in sites.values()])
+
+        counts = counted(monkeypatch)
+        got = importances()
+        assert set(counts) == {8}
+        whole(monkeypatch)
+        np.testing.assert_allclose(got, importances(), rtol=0.1)
+
+    def test_a_budget_takes_planes_of_parts(self, key):
+        params, x = self.example(key)
+        with dafjax.stores.PagePool() as pool:
+            take = self.gradient(pool, bits=8)
+            exact = take(params, x)
+            pool.budget = int(0.7 * pool.stats().nbytes)
+            got = take(params, x)
+            assert pool.stats().evictions > 0
+            assert pool.stats().committed_nbytes <= pool.budget
+        assert_close(got, exact, 1.0)
+
+    def test_bits_of_arrays_are_allocated_in_parts(self, key, monkeypatch):
+        params, x = self.example(key)
+        loss = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
+        counts = counted(monkeypatch)
+        step = dafjax.adaptive_jit(jax.grad(loss))
+        for _ in range(3):
+            got = step(params, x)
+        assert set(counts) == {8}
+        exact = jax.grad(networks.conv_loss)(params, x)
+        assert_close(got, exact, 1.0)
+
+
+def test_moments_of_parts_are_those_of_the_whole(key):
+    x = 3.0 + jax.random.normal(key, (8, 16, 16)) * jnp.arange(8.0)[:, None, None]
+    of_parts = jnp.stack([moments_of_part(x[n : n + 2], 4) for n in range(0, 8, 2)])
+    got = moments_of_parts(of_parts)
+    assert float(got.mean_square) == pytest.approx(float(jnp.mean(x * x)), rel=1e-5)
+    assert float(got.variance) == pytest.approx(float(jnp.var(x)), rel=1e-5)
+
+
+def test_parts_of_pool_entries_fill_pages():
+    codec = dafjax.stores.PagePool(name="parts").codec(Affine(), site="x", num_parts=8)
+    for rows, count in ((64, 8), (32, 4), (8, 1), (4, 1)):
+        like = jax.ShapeDtypeStruct((rows, 64, 1024), jnp.float32)
+        assert codec.packed_nbytes(like) == 16 * count
+        assert codec.packs_parts(like, count)
+        assert not codec.packs_parts(like, 16)
+    # Rows that share tiles.
+    assert not codec.packs_parts(jax.ShapeDtypeStruct((1 << 20, 8), jnp.float32), 8)

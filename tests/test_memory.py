@@ -14,7 +14,7 @@ from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.training import Workload
 from dafjax import _remat_compress
 from dafjax._plan import planner
-from dafjax._schedule import division, loops, schedule, stretches
+from dafjax._schedule import loops, parts, schedule, stretches
 from dafjax._schedule.schedule import _Builder
 from dafjax._schedule.ties import Ties
 from dafjax.codecs import Affine
@@ -249,16 +249,16 @@ def test_without_outgoing_ties_reductions_are_put_off(monkeypatch):
 
 @functools.cache
 def resnet_nbytes(bits=None, **ties):
-    """Returns the temp bytes of a training step of ResNet-18, a quarter as wide.
+    """Returns the temp bytes of a training step of ResNet-18, half as wide.
 
     Its arrays are divided as those of the whole ResNet are.
     """
     method = save_all.make(2) if bits is None else compress.make(bits)
-    workload = Workload(method, batch=64, width=16)
+    workload = Workload(method, batch=32, width=32)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_ties(monkeypatch, **ties)
-        least = division._LEAST_NBYTES_OF_PART // 16
-        monkeypatch.setattr(division, "_LEAST_NBYTES_OF_PART", least)
+        least = parts._LEAST_NBYTES_OF_PART // 8
+        monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", least)
         return workload.compile().memory_analysis().temp_size_in_bytes
 
 

@@ -282,7 +282,7 @@ class TestAtRunTime:
         gradient = _gradient(pool, bits=8)
         jax.block_until_ready(gradient(p, x))
         nbytes = pool.stats().nbytes
-        pool.budget = int(0.15 * nbytes)
+        pool.budget = int(0.1 * nbytes)
         got = jax.block_until_ready(gradient(p, x))
         assert 0 in {s.bits_kept for s in pool.stats().sites.values()}
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
@@ -616,7 +616,7 @@ class TestRefusals:
 
     def test_a_handle_that_this_pool_did_not_make(self, pool):
         codec = pool.codec(Affine(), site="forged")
-        forged = jnp.asarray([1, 2, 3, 4], jnp.uint32)
+        forged = jnp.asarray([[1, 2, 3, 4]], jnp.uint32)
         like = jax.ShapeDtypeStruct((512,), jnp.float32)
         with pytest.raises(jax.errors.JaxRuntimeError, match="this is no handle of"):
             jax.block_until_ready(codec.decode(forged, like))

@@ -9,12 +9,13 @@ import pytest
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
 from dafjax._schedule import schedule
-from dafjax._schedule.schedule import _Builder, schedule_backward
+from dafjax._schedule.schedule import _Builder
 from dafjax._schedule.steps import Unpacking
 from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
 from tests import networks
+from tests.helpers import scheduled
 
 
 @pytest.fixture
@@ -39,37 +40,37 @@ def stretches(steps):
 
 
 def test_every_equation_has_one_step_and_the_gradients_the_last(plan):
-    *steps, last = schedule_backward(plan)
+    *steps, last = scheduled(plan)
     assert last.equation is None
     assert len(steps) == len(plan.program.backward)
     assert {step.equation for step in steps} == set(plan.program.backward)
 
 
 def test_a_stretch_begins_before_every_expensive_equation(plan):
-    for step in schedule_backward(plan):
+    for step in scheduled(plan):
         if step.equation is not None and not is_cheap(step.equation.primitive):
             assert step.begins
 
 
 def test_nothing_is_unpacked_before_the_first_stretch(plan):
-    steps = schedule_backward(plan)
+    steps = scheduled(plan)
     first = next(n for n, step in enumerate(steps) if step.begins)
     assert not any(step.unpacked for step in steps[:first])
 
 
 def test_nothing_is_unpacked_twice_in_a_stretch(plan):
-    for stretch in stretches(schedule_backward(plan)):
+    for stretch in stretches(scheduled(plan)):
         unpacked = [value for step in stretch for value in step.unpacked]
         assert len(unpacked) == len(set(unpacked))
 
 
 def test_everything_kept_in_codes_is_unpacked(plan):
-    unpacked = {v for step in schedule_backward(plan) for v in step.unpacked}
+    unpacked = {v for step in scheduled(plan) for v in step.unpacked}
     assert unpacked == {item.value for item in plan.kept if item.codec is not None}
 
 
 def test_what_a_stretch_computed_and_is_needed_later_goes_through_the_next_tie(plan):
-    steps = schedule_backward(plan)
+    steps = scheduled(plan)
     gradients = set(plan.program.gradients)
     for before, after in zip(stretches(steps), stretches(steps)[1:], strict=False):
         computed = {
@@ -80,7 +81,7 @@ def test_what_a_stretch_computed_and_is_needed_later_goes_through_the_next_tie(p
 
 def test_saved_values_go_through_the_tie_of_the_stretch_that_reads_them(plan):
     raw = {item.value for item in plan.kept if item.codec is None}
-    for stretch in stretches(schedule_backward(plan)):
+    for stretch in stretches(scheduled(plan)):
         read = {
             v
             for step in stretch
@@ -94,7 +95,7 @@ def test_saved_values_go_through_the_tie_of_the_stretch_that_reads_them(plan):
 def test_a_large_argument_does_not_go_through_ties(plan):
     large = {v for v in plan.arguments if plan.program.avals[v].size * 4 > 16 * 1024}
     assert large
-    for step in schedule_backward(plan):
+    for step in scheduled(plan):
         assert large.isdisjoint(step.given)
 
 
@@ -103,13 +104,13 @@ def test_a_backward_pass_without_compressed_residuals_has_no_stretch():
     plan = make_plan(
         differentiate(closed, [True]), policy=CompressExpensive(), bits=Bits()
     )
-    assert not any(step.begins for step in schedule_backward(plan))
+    assert not any(step.begins for step in scheduled(plan))
 
 
 def test_sources_are_unpacked_one_after_another(plan):
     behind = [
         set(item.behind)
-        for step in schedule_backward(plan)
+        for step in scheduled(plan)
         for item in step.restored
         if isinstance(item, Unpacking)
     ]
@@ -120,7 +121,7 @@ def test_sources_are_unpacked_one_after_another(plan):
 
 def test_operands_are_restored_in_an_order_in_which_they_can_be(plan):
     kept = {item.value for item in plan.kept}
-    for stretch in stretches(schedule_backward(plan)):
+    for stretch in stretches(scheduled(plan)):
         at_hand = kept | set(plan.arguments)
         for step in stretch:
             for item in step.restored:
@@ -133,7 +134,7 @@ def test_operands_are_restored_in_an_order_in_which_they_can_be(plan):
 
 def test_a_product_reads_its_cotangent_tied_with_what_was_restored(plan):
     restored = {item.value for item in plan.kept} | set(plan.recomputed)
-    joined = [set(step.joined) for step in schedule_backward(plan) if step.joined]
+    joined = [set(step.joined) for step in scheduled(plan) if step.joined]
     assert joined
     for values in joined:
         assert values & restored
@@ -141,7 +142,7 @@ def test_a_product_reads_its_cotangent_tied_with_what_was_restored(plan):
 
 
 def test_a_stretch_only_waits_for_what_products_gave(plan):
-    steps = schedule_backward(plan)
+    steps = scheduled(plan)
     made_by = {v: s.equation for s in steps if s.equation for v in s.equation.outputs}
     awaited = {v for step in steps for v in step.awaited}
     assert awaited
@@ -170,7 +171,7 @@ def softmax_plan():
 def waiting_sources(plan):
     """Returns residuals unpacked for a product that reads others, and read later."""
     found = set()
-    for first, *others in stretches(schedule_backward(plan)):
+    for first, *others in stretches(scheduled(plan)):
         if first.equation is None or is_cheap(first.equation.primitive):
             continue
         waiting = {v for v in first.unpacked if plan.program.nbytes(v) > 16 * 1024}
@@ -203,13 +204,13 @@ def test_a_loop_has_slices_delayed_and_no_whole_arguments(plan):
         activations=(1,),
     )
     for slices in (frozenset(), frozenset([0])):
-        steps = schedule_backward(dataclasses.replace(plan, slices=slices))
+        steps = scheduled(dataclasses.replace(plan, slices=slices))
         assert {v for step in steps for v in step.delayed} == slices
 
 
 def test_large_arguments_of_convolutions_are_delayed(plan):
     large = {v for v in plan.arguments if plan.program.avals[v].size * 4 > 16 * 1024}
-    delayed = {v for step in schedule_backward(plan) for v in step.delayed}
+    delayed = {v for step in scheduled(plan) for v in step.delayed}
     assert delayed == large
 
 
@@ -218,5 +219,5 @@ def test_a_weight_that_is_turned_round_for_a_product_is_not_tied(plan):
         v for v, eqn in plan.recomputed.items() if eqn.primitive == "rev"
     }
     assert reversed_weights
-    for step in schedule_backward(plan):
+    for step in scheduled(plan):
         assert reversed_weights.isdisjoint(step.joined)

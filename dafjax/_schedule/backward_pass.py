@@ -80,7 +80,9 @@ class _RunningBackward:
         self._waiting = waiting
         # What is taken from the store and through a tie, to be unpacked in parts.
         self._taken: dict[int, ArrayTree] = {}
-        self._codecs = codecs_in(store, plan, schedule)
+        leaves = jax.tree.leaves((arguments, stored, cotangents))
+        self._divides = ties.partial and ties.cotangent and can_be_divided(leaves)
+        self._codecs = codecs_in(store, plan, schedule, divides=self._divides)
         self._env: dict[int, Any] = {}
         # XLA cannot make it again of what it was made of.
         self._of_loops: set[int] = set()
@@ -102,7 +104,8 @@ class _RunningBackward:
         if stretch[0].begins:
             self._begin(stretch[0])
         division = stretch[0].division
-        if division is not None and self._take(division):
+        if division is not None and self._divides:
+            self._take(division)
             at_hand = self._at_hand(v for step in stretch for v in step.delayed)
             for loop in division.loops:
                 self._run_whole(loop.before, at_hand)
@@ -172,22 +175,12 @@ class _RunningBackward:
         if step.equation is not None:
             self._compute(step.equation, at_hand)
 
-    def _take(self, division: Division) -> bool:
-        """Takes what is unpacked in parts: XLA prepares it no earlier than that.
-
-        Returns whether it, and all else that is read by rows, has parts.
-        """
-        if not (self._ties.partial and self._ties.cotangent):
-            return False
+    def _take(self, division: Division) -> None:
+        """Takes what is unpacked in parts: XLA prepares it no earlier than that."""
         packed = {v: self._packed(v) for v in division.unpacked}
-        sources = {v for loop in division.loops for v in loop.sources}
-        read = [self._env[v] for v in sources.intersection(self._env)]
         leaves, structure = jax.tree.flatten(packed)
-        if not can_be_divided([*leaves, *read]):
-            return False
         *tied, self._token = tie(*leaves, self._token)
         self._taken.update(jax.tree.unflatten(structure, tied))
-        return True
 
     def _packed(self, value: int) -> ArrayTree:
         if value in self._taken:
@@ -207,10 +200,22 @@ class _RunningBackward:
         self, division: Division, loop: Loop, at_hand: Mapping[int, Any]
     ) -> None:
         packed = {v: self._packed(v) for v in loop.unpacked}
+        sampled = () if self._probe is None else self._probe.wanted(loop.made)
         with jax.named_scope("in_parts"):
-            made = run_loop(
-                self._plan, division, loop, packed, self._codecs, at_hand, self._token
+            made, moments = run_loop(
+                self._plan,
+                division,
+                loop,
+                packed,
+                self._codecs,
+                at_hand,
+                self._token,
+                sampled,
             )
+        if self._probe is not None:
+            self._probe.see_parts(moments)
+        for value in loop.unpacked:
+            self._see_range(value, packed[value])
         self._of_loops.update(loop.results)
         self._learn(self._pinned(made))
 
@@ -227,9 +232,12 @@ class _RunningBackward:
             packed = self._packed(item.value)
             unpacked = codec.decode(packed, like, after=after)
         self._learn({item.value: unpacked})
-        if self._probe is not None and item.value in self._measured:
-            squared = self._store.squared_range(codec, packed)
-            self._probe.see_range(item.value, squared)
+        self._see_range(item.value, packed)
+
+    def _see_range(self, value: int, packed: ArrayTree) -> None:
+        if self._probe is not None and value in self._measured:
+            squared = self._store.squared_range(self._codecs[value], packed)
+            self._probe.see_range(value, squared)
 
     def _compute(self, equation: Equation, at_hand: Mapping[int, Any]) -> None:
         outputs = evaluate(equation, look_up(equation.inputs, at_hand))

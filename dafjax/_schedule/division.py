@@ -10,31 +10,23 @@ on a sum comes in another loop behind it, in which what is cheap is computed aga
 norm takes one loop for its sums, and one for the gradient of what it normalized.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
-import jax
-
 from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.parts import Parts
 from dafjax._schedule.steps import Division, Loop, Step, Unpacking
 from dafjax._trace.by_rows import rows_read, rows_summed
 from dafjax._trace.equation import Atom, Equation
 from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import Program
-from dafjax.codecs import AbstractCodec
-
-
-# More save little, and each part runs every operation anew.
-_MOST_PARTS = 8
-# Smaller parts take longer, and the whole is not large either.
-_LEAST_NBYTES_OF_PART = 1 << 20
 
 
 def divide(
     plan: ProgramPlan,
     stretch: Sequence[Step],
     later: Collection[int],
-    codecs: Mapping[int, AbstractCodec],
+    parts: Parts,
 ) -> Division | None:
     """Returns how a stretch runs in parts of its rows, `None` if it does not.
 
@@ -45,7 +37,7 @@ def divide(
         plan: What is kept.
         stretch: The steps.
         later: What is read after them.
-        codecs: How residuals are unpacked.
+        parts: In which parts residuals can be unpacked.
     """
     program = plan.program
     pieces = list(_pieces(stretch))
@@ -55,7 +47,8 @@ def divide(
     if len(shapes) != 1 or () in shapes:
         return None
     ((num_rows,),) = shapes
-    num_parts = _num_parts(plan, large, codecs)
+    likes = {k.value: k.like for k in plan.kept if k.value in large}
+    num_parts = parts.count(likes)
     levels = _Levels(program, num_rows)
     if num_parts == 1 or not all(map(levels.add, pieces)) or levels.mixes_rows:
         return None
@@ -71,7 +64,8 @@ def divide(
     sums = [v for loop in loops for eqn in loop.sums for v in eqn.outputs]
     if 2 * _nbytes(program, sums) > _nbytes(program, large):
         return None
-    return Division(num_rows, num_parts, loops, rest)
+    is_interleaved = parts.can_be_interleaved(likes)
+    return Division(num_rows, num_parts, is_interleaved, loops, rest)
 
 
 def _pieces(stretch: Iterable[Step]) -> Iterable[Unpacking | Equation]:
@@ -83,27 +77,6 @@ def _pieces(stretch: Iterable[Step]) -> Iterable[Unpacking | Equation]:
 
 def _nbytes(program: Program, values: Iterable[int]) -> int:
     return sum(map(program.nbytes, values))
-
-
-def _num_parts(
-    plan: ProgramPlan, values: Collection[int], codecs: Mapping[int, AbstractCodec]
-) -> int:
-    """Returns in how many parts all of some residuals can be unpacked."""
-    likes = [(k.value, k.like) for k in plan.kept if k.value in values]
-    nbytes = max(plan.program.nbytes(v) for v in values)
-    (num_rows,) = {like.shape[0] for _, like in likes}
-    for count in range(min(_MOST_PARTS, num_rows), 1, -1):
-        there, rest = divmod(num_rows, count)
-        # Where devices share the rows, each has some of every part.
-        if rest or there % jax.device_count() or nbytes < count * _LEAST_NBYTES_OF_PART:
-            continue
-        parts = [jax.ShapeDtypeStruct((there, *x.shape[1:]), x.dtype) for _, x in likes]
-        if all(
-            v in codecs and codecs[v].packs_rows(like) and codecs[v].packs_rows(part)
-            for (v, like), part in zip(likes, parts, strict=True)
-        ):
-            return count
-    return 1
 
 
 @final

@@ -1,6 +1,6 @@
 """The forward pass, run equation by equation; what the plan keeps is packed early."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -10,18 +10,21 @@ from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.not_before import can_be_tied, not_before
 from dafjax._schedule.schedule import last_uses
+from dafjax._schedule.steps import Step
 from dafjax._schedule.stored import MeasuredHandle, codecs_in
 from dafjax._schedule.ties import Ties
 from dafjax._trace.equation import Atom, Equation, evaluate, look_up, values_of
 from dafjax._trace.graph import live_equations
 from dafjax._trace.primitives import is_cheap, rearranges_operands
 from dafjax._typing import ArrayTree
+from dafjax.codecs import AbstractCodec
 from dafjax.codecs._rounding_noise import sample_rounding_noise
 from dafjax.stores import AbstractStore
 
 
 def run_forward(
     plan: ProgramPlan,
+    schedule: Sequence[Step],
     arguments: Sequence[jax.Array],
     *,
     store: AbstractStore,
@@ -33,6 +36,8 @@ def run_forward(
 
     Args:
         plan: What is kept.
+        schedule: What `schedule_backward` made of the plan; nothing if the backward
+            pass starts with all that is kept.
         arguments: The function's arguments.
         store: Where packed values wait.
         ties: Which ties are made.
@@ -44,7 +49,8 @@ def run_forward(
         else its handle, or `MeasuredHandle`.
     """
     token = jnp.zeros((), jnp.uint8) if after is None else after
-    forward = _RunningForward(plan, arguments, store, ties, seed, token)
+    codecs = codecs_in(store, plan, schedule)
+    forward = _RunningForward(plan, codecs, arguments, store, ties, seed, token)
     for value in range(plan.program.num_arguments):
         forward.keep(value, -1)
     for now, equation in enumerate(forward.equations):
@@ -59,6 +65,7 @@ class _RunningForward:
     def __init__(
         self,
         plan: ProgramPlan,
+        codecs: Mapping[int, AbstractCodec],
         arguments: Sequence[jax.Array],
         store: AbstractStore,
         ties: Ties,
@@ -71,7 +78,7 @@ class _RunningForward:
         self._ties = ties
         self._seed = seed
         self._kept = {item.value: (site, item) for site, item in enumerate(plan.kept)}
-        self._codecs = codecs_in(store, plan)
+        self._codecs = codecs
         self.equations = live_equations(plan.program.forward, [*results, *self._kept])
         self._last_use = last_uses(self.equations, results)
         self._env: dict[int, Any] = dict(enumerate(arguments))

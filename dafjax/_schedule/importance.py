@@ -62,13 +62,34 @@ class Moments(NamedTuple):
 
 def sample_moments(x: jax.Array) -> Moments:
     """Returns moments of some thousand elements, evenly spread."""
-    sample = sample_elements(x, _SAMPLES)
+    _, mean_square, variance = _sampled(x, _SAMPLES)
+    return Moments(mean_square, variance)
+
+
+def moments_of_part(x: jax.Array, num_parts: int) -> jax.Array:
+    """Returns what `moments_of_parts` takes of one of the parts of a value."""
+    return jnp.stack(_sampled(x, _SAMPLES // num_parts))
+
+
+def moments_of_parts(parts: jax.Array) -> Moments:
+    """Returns the moments of a value of which there were only parts.
+
+    Args:
+        parts: float32 `[n, 3]`: what `moments_of_part` returned for each of them.
+    """
+    mean, mean_square, variance = jnp.mean(parts, axis=0)
+    return Moments(mean_square, variance + jnp.mean((parts[:, 0] - mean) ** 2))
+
+
+def _sampled(x: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the mean, the mean square and the variance of a sample."""
+    sample = sample_elements(x, most)
     if jnp.iscomplexobj(sample):
         sample = jnp.abs(sample)
     sample = sample.astype(jnp.float32)
     mean = jnp.mean(sample)
     # Not as a difference of means, where large values would cancel.
-    return Moments(jnp.mean(sample * sample), jnp.mean((sample - mean) ** 2))
+    return mean, jnp.mean(sample * sample), jnp.mean((sample - mean) ** 2)
 
 
 # With half as many, a ResNet-18 that begins to learn has 3 times the variance it could.
@@ -281,10 +302,17 @@ class Probe:
 
     def see(self, values: Mapping[int, jax.Array]) -> None:
         """Samples those of the values that are wanted and new."""
-        for value, array in values.items():
-            if value in self._wanted and value not in self._moments:
-                self._moments[value] = sample_moments(array)
-                self._waiting[value] = jnp.stack(self._moments[value])
+        for value in self.wanted(values):
+            self._moments[value] = sample_moments(values[value])
+            self._waiting[value] = jnp.stack(self._moments[value])
+
+    def wanted(self, values: Iterable[int]) -> tuple[int, ...]:
+        """Returns those of the values that are wanted and new."""
+        return tuple(v for v in values if v in self._wanted and v not in self._moments)
+
+    def see_parts(self, parts: Mapping[int, jax.Array]) -> None:
+        """Takes what `moments_of_part` returned for all parts of values, stacked."""
+        self._moments.update((v, moments_of_parts(x)) for v, x in parts.items())
 
     def see_range(self, value: int, mean_square: jax.Array | None) -> None:
         """Takes the mean of the squared ranges of a residual's blocks, if given."""

@@ -1,11 +1,8 @@
-"""Runs a part of the backward pass in parts of its rows.
-
-A part is every eighth row, say: where devices share the rows, each has some of it.
-"""
+"""Runs a stretch of the backward pass, or a part of it, in parts of its rows."""
 
 import collections
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +11,27 @@ from jax.sharding import AxisType
 
 from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.steps import Division, Loop
+from dafjax._schedule.importance import moments_of_part
+from dafjax._schedule.steps import Division, Loop, Unpacking
 from dafjax._trace.by_rows import evaluate_on_rows
-from dafjax._trace.equation import Equation, look_up
+from dafjax._trace.equation import look_up
 from dafjax._typing import Array, ArrayTree
 from dafjax.codecs import AbstractCodec
+
+
+class Carry(NamedTuple):
+    """What a loop makes.
+
+    Attributes:
+        sums: The sums over rows.
+        wholes: The results, their rows divided.
+        moments: What `moments_of_part` returned of values of which there are only
+            parts, stacked.
+    """
+
+    sums: dict[int, Array]
+    wholes: tuple[Array, ...]
+    moments: dict[int, Array]
 
 
 def run_loop(
@@ -29,8 +42,9 @@ def run_loop(
     codecs: Mapping[int, AbstractCodec],
     env: Mapping[int, Any],
     token: Array,
-) -> dict[int, Array]:
-    """Returns the sums and the results of a loop.
+    sampled: Iterable[int],
+) -> tuple[dict[int, Array], dict[int, Array]]:
+    """Returns the sums and the results of a loop, and moments of what it made besides.
 
     Args:
         plan: What was kept.
@@ -40,81 +54,158 @@ def run_loop(
         codecs: How.
         env: What is at hand: everything else that is read.
         token: What it waits for, a scalar that is 0.
+        sampled: Values that are made in it by rows.
+
+    Returns:
+        The sums and results by value; and float32 `[num_parts, 3]` for each of the
+        values that are sampled, as `moments_of_parts` takes them.
     """
-    avals = plan.program.avals
-    num_rows, count = division.num_rows, division.num_parts
-    there = num_rows // count
-    likes = {
-        item.value: jax.ShapeDtypeStruct((there, *item.shape[1:]), item.dtype)
-        for item in plan.kept
-        if item.value in packed
-    }
+    running = _RunningLoop(plan, division, loop, packed, codecs, env, token)
+    carry = running.start(sampled)
+    carry = lax.fori_loop(0, division.num_parts, running.run_part, carry)
+    return running.finish(carry), carry.moments
 
-    def divided(x: Array) -> Array:
-        return lax.reshape(x, (there, count, *x.shape[1:]))
 
-    read = {v: divided(env[v]) for v in loop.sources if v not in loop.replaced}
-    coded = jax.tree.map(lambda x: divided(_as_bits(x)), dict(packed))
+@final
+class _RunningLoop:
+    """What the iterations of a loop have in common."""
 
-    def run(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        def part_of(x: Array) -> Array:
-            return lax.dynamic_index_in_dim(x, number, axis=1, keepdims=False)
+    def __init__(
+        self,
+        plan: ProgramPlan,
+        division: Division,
+        loop: Loop,
+        packed: Mapping[int, ArrayTree],
+        codecs: Mapping[int, AbstractCodec],
+        env: Mapping[int, Any],
+        token: Array,
+    ) -> None:
+        self._avals = plan.program.avals
+        self._division = division
+        self._loop = loop
+        self._packed = packed
+        self._codecs = codecs
+        self._env = env
+        self._token = token
+        self._num_rows_of_part = division.num_rows // division.num_parts
+        self._likes = {
+            item.value: jax.ShapeDtypeStruct(
+                (self._num_rows_of_part, *item.shape[1:]), item.dtype
+            )
+            for item in plan.kept
+            if item.value in packed
+        }
+        self._sources = {
+            v: self._divided(env[v]) for v in loop.sources if v not in loop.replaced
+        }
+        self._coded = jax.tree.map(lambda x: self._divided(_as_bits(x)), dict(packed))
 
-        sums, wholes = carry
-        replaced = dict(zip(loop.replaced, wholes, strict=True))
-        sources = read | {v: x for v, x in replaced.items() if v is not None}
-        # Pinned: else XLA:GPU rearranges the whole, as a product reads its parts.
-        part: dict[int, Any] = {v: pin(part_of(x)) for v, x in sources.items()}
-        after = token
-        if loop.results:
-            # Else XLA copies the whole before it writes to it, as if something of the
-            # part might be read behind that.
-            *tied, after = tie(*part.values(), token)
-            part = dict(zip(part, tied, strict=True))
-        at_hand = collections.ChainMap(part, dict(env))
-        for piece in (*loop.by_rows, *loop.sums):
-            if isinstance(piece, Equation):
-                operands = look_up(piece.inputs, at_hand)
-                outputs = evaluate_on_rows(piece, operands, num_rows, there)
-                part.update(zip(piece.outputs, outputs, strict=True))
-                continue
-            value = piece.value
-            # Not what the loop leaves out, and what is there as a whole.
-            waiting = [v for v in piece.behind if v in part]
-            if waiting:
-                *tied, after = tie(*(part[v] for v in waiting), after)
-                part.update(zip(waiting, tied, strict=True))
-            bits = jax.tree.map(part_of, coded[value])
-            codes = jax.tree.map(_from_bits, bits, packed[value])
-            part[value] = codecs[value].decode(codes, likes[value], after=(after,))
-        sums = {v: x + part[v].astype(x.dtype) for v, x in sums.items()}
-        wholes = tuple(
-            lax.dynamic_update_index_in_dim(x, part[v], number, axis=1)
-            for v, x in zip(loop.results, wholes, strict=True)
+    def start(self, sampled: Iterable[int]) -> Carry:
+        """Returns what there is before the first part."""
+        avals, count = self._avals, self._division.num_parts
+        return Carry(
+            {
+                v: self._zeros(avals[v].shape, _sum_dtype(avals[v].dtype))
+                for eqn in self._loop.sums
+                for v in eqn.outputs
+            },
+            tuple(map(self._start_of, self._loop.results, self._loop.replaced)),
+            {v: self._zeros((count, 3), jnp.float32) for v in sampled},
         )
-        return sums, wholes
 
-    def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    def run_part(self, number: Array, carry: Carry) -> Carry:
+        """Returns what there is when that part has run, too."""
+        part = self._compute(*self._read(number, carry.wholes), number)
+        count = self._division.num_parts
+        return Carry(
+            {v: x + part[v].astype(x.dtype) for v, x in carry.sums.items()},
+            tuple(
+                lax.dynamic_update_index_in_dim(x, part[v], number, self._axis)
+                for v, x in zip(self._loop.results, carry.wholes, strict=True)
+            ),
+            {
+                v: x.at[number].set(moments_of_part(part[v], count))
+                for v, x in carry.moments.items()
+            },
+        )
+
+    def finish(self, carry: Carry) -> dict[int, Array]:
+        """Returns the sums and the results."""
+        avals = self._avals
+        made = {v: x.astype(avals[v].dtype) for v, x in carry.sums.items()}
+        for value, whole in zip(self._loop.results, carry.wholes, strict=True):
+            made[value] = pin(whole.reshape(avals[value].shape))
+        return made
+
+    def _read(
+        self, number: Array, wholes: Iterable[Array]
+    ) -> tuple[dict[int, Any], Array]:
+        """Returns the parts of what is read, and what tells that they are there."""
+        replaced = dict(zip(self._loop.replaced, wholes, strict=True))
+        sources = self._sources | {v: x for v, x in replaced.items() if v is not None}
+        # Pinned: else XLA:GPU rearranges the whole, as a product reads its parts.
+        part = {v: pin(self._part_of(x, number)) for v, x in sources.items()}
+        if not self._loop.results:
+            return part, self._token
+        # Else XLA copies the whole before it writes to it, as if something of the part
+        # might be read behind that.
+        *tied, after = tie(*part.values(), self._token)
+        return dict(zip(part, tied, strict=True)), after
+
+    def _compute(
+        self, part: dict[int, Any], after: Array, number: Array
+    ) -> dict[int, Any]:
+        """Returns all that is made of a part, and it."""
+        division = self._division
+        at_hand = collections.ChainMap(part, dict(self._env))
+        for piece in (*self._loop.by_rows, *self._loop.sums):
+            if isinstance(piece, Unpacking):
+                after = self._unpack(piece, part, after, number)
+                continue
+            operands = look_up(piece.inputs, at_hand)
+            outputs = evaluate_on_rows(
+                piece, operands, division.num_rows, self._num_rows_of_part
+            )
+            part.update(zip(piece.outputs, outputs, strict=True))
+        return part
+
+    def _unpack(
+        self, item: Unpacking, part: dict[int, Any], after: Array, number: Array
+    ) -> Array:
+        # Not what the loop leaves out, and what is there as a whole.
+        waiting = [v for v in item.behind if v in part]
+        if waiting:
+            *tied, after = tie(*(part[v] for v in waiting), after)
+            part.update(zip(waiting, tied, strict=True))
+        value = item.value
+        bits = jax.tree.map(lambda x: self._part_of(x, number), self._coded[value])
+        codes = jax.tree.map(_from_bits, bits, self._packed[value])
+        codec = self._codecs[value]
+        part[value] = codec.decode(codes, self._likes[value], after=(after,))
+        return after
+
+    @property
+    def _axis(self) -> int:
+        return 1 if self._division.is_interleaved else 0
+
+    def _divided(self, x: Array) -> Array:
+        count = self._division.num_parts
+        shape = [x.shape[0] // count, *x.shape[1:]]
+        shape.insert(self._axis, count)
+        return lax.reshape(x, shape)
+
+    def _part_of(self, divided: Array, number: Array) -> Array:
+        return lax.dynamic_index_in_dim(divided, number, self._axis, keepdims=False)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         # They cannot be there before the token is.
-        return jnp.full(shape, token.astype(dtype))
+        return jnp.full(shape, self._token.astype(dtype))
 
-    def start_of(value: int, replaced: int | None) -> Array:
+    def _start_of(self, value: int, replaced: int | None) -> Array:
         if replaced is not None:
-            return divided(env[replaced])
-        aval = avals[value]
-        return zeros((there, count, *aval.shape[1:]), aval.dtype)
-
-    sums = {
-        v: zeros(avals[v].shape, _sum_dtype(avals[v].dtype))
-        for eqn in loop.sums
-        for v in eqn.outputs
-    }
-    wholes = tuple(map(start_of, loop.results, loop.replaced))
-    sums, wholes = lax.fori_loop(0, count, run, (sums, wholes))
-    made = {v: x.astype(avals[v].dtype) for v, x in sums.items()}
-    for value, whole in zip(loop.results, wholes, strict=True):
-        made[value] = pin(whole.reshape(avals[value].shape))
-    return made
+            return self._divided(self._env[replaced])
+        aval = self._avals[value]
+        return self._divided(self._zeros(aval.shape, aval.dtype))
 
 
 def can_be_divided(arrays: Iterable[Array]) -> bool:

@@ -48,17 +48,17 @@ array at the peak:
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.gradients import behind_last_reads
+from dafjax._schedule.parts import Parts
 from dafjax._schedule.product_order import order_products
 from dafjax._schedule.steps import Step, Unpacking
 from dafjax._schedule.stretches import products_in_parts, with_divisions
 from dafjax._trace.equation import Atom, Equation, values_of
 from dafjax._trace.primitives import is_cheap, keeps_elements, rearranges_operands
 from dafjax._trace.residuals import Program
-from dafjax.codecs import AbstractCodec
 
 
 # A stretch that begins early keeps equations out of the one before, where they would be
@@ -66,26 +66,21 @@ from dafjax.codecs import AbstractCodec
 _FAR_LESS = 1.5
 
 
-def schedule_backward(
-    plan: ProgramPlan, codecs: Mapping[int, AbstractCodec] | None = None
-) -> tuple[Step, ...]:
+def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
     """Orders the backward pass of a plan.
 
     Args:
         plan: What is kept.
-        codecs: How residuals are unpacked, where that can be done in parts; None: as
-            the plan has it.
+        parts: In which parts residuals can be unpacked.
 
     Returns:
         One step for each equation, and one for the gradients.
     """
-    if codecs is None:
-        codecs = {k.value: k.codec for k in plan.kept if k.codec is not None}
     program = dataclasses.replace(plan.program, backward=order_products(plan))
     plan = dataclasses.replace(plan, program=program)
-    inside = products_in_parts(plan, _build(plan), codecs)
+    inside = products_in_parts(plan, _build(plan), parts)
     steps = _build(plan, inside)
-    return with_divisions(plan, behind_last_reads(program, steps), codecs)
+    return with_divisions(plan, behind_last_reads(program, steps), parts)
 
 
 def _build(plan: ProgramPlan, inside: Container[int] = ()) -> tuple[Step, ...]:

@@ -42,6 +42,15 @@ class Loop:
     replaced: tuple[int | None, ...]
 
     @property
+    def made(self) -> tuple[int, ...]:
+        """What is unpacked and computed by rows, in order."""
+        return tuple(
+            v
+            for piece in self.by_rows
+            for v in (piece.outputs if isinstance(piece, Equation) else (piece.value,))
+        )
+
+    @property
     def unpacked(self) -> tuple[int, ...]:
         """The residuals that are unpacked by rows, in order."""
         return tuple(p.value for p in self.by_rows if isinstance(p, Unpacking))
@@ -55,12 +64,15 @@ class Division:
     Attributes:
         num_rows: The rows of all that has them.
         num_parts: How many parts they are divided into.
+        is_interleaved: Whether a part is every eighth row, say: where devices share the
+            rows, each has some of it. Else it is rows that follow each other.
         loops: What runs in parts, one loop after another.
         rest: What is unpacked and computed behind the loops.
     """
 
     num_rows: int
     num_parts: int
+    is_interleaved: bool
     loops: tuple[Loop, ...]
     rest: tuple[Unpacking | Equation, ...]
 
@@ -68,6 +80,15 @@ class Division:
     def unpacked(self) -> tuple[int, ...]:
         """The residuals that are unpacked by rows, each once."""
         return tuple(dict.fromkeys(v for loop in self.loops for v in loop.unpacked))
+
+    @property
+    def unpacked_in_all(self) -> tuple[int, ...]:
+        """The residuals that are unpacked, as often as they are."""
+        whole = (self.rest, *(loop.before for loop in self.loops))
+        return (
+            *(v for loop in self.loops for v in loop.unpacked),
+            *(p.value for ps in whole for p in ps if isinstance(p, Unpacking)),
+        )
 
 
 @final

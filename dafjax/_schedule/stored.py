@@ -1,14 +1,17 @@
 """What waits of a plan's values between its forward and its backward pass."""
 
 import collections
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._plan.sites import site_names
+from dafjax._schedule.parts import Parts, most_parts
 from dafjax._schedule.steps import Step
+from dafjax._schedule.stretches import stretches_of
 from dafjax._typing import ArrayTree
 from dafjax.codecs import AbstractCodec
 from dafjax.stores import AbstractStore
@@ -28,15 +31,50 @@ class MeasuredHandle(NamedTuple):
 
 
 def codecs_in(
-    store: AbstractStore, plan: ProgramPlan, schedule: Sequence[Step] = ()
+    store: AbstractStore,
+    plan: ProgramPlan,
+    schedule: Sequence[Step] = (),
+    *,
+    divides: bool = True,
 ) -> dict[int, AbstractCodec]:
     """Returns what each of a plan's values is packed with in a store.
 
-    To decode, the schedule of the backward pass is needed.
+    Args:
+        store: The store.
+        plan: What is kept.
+        schedule: The steps of the backward pass, by which values are unpacked whole or
+            in parts; none if it starts with all of them.
+        divides: Whether they are unpacked in parts where that is scheduled.
     """
-    reads = collections.Counter(v for step in schedule for v in step.unpacked)
+    reads: collections.Counter[int] = collections.Counter()
+    parts: collections.defaultdict[int, int] = collections.defaultdict(lambda: 1)
+    for first, *others in stretches_of(schedule):
+        division = first.division
+        if division is not None:
+            for value in division.unpacked:
+                parts[value] = math.lcm(parts[value], division.num_parts)
+        if division is not None and divides:
+            reads.update(division.unpacked_in_all)
+        else:
+            reads.update(v for step in (first, *others) for v in step.unpacked)
     return {
-        item.value: store.codec(item.codec, site=site, reads=reads[item.value])
-        for item, site in zip(plan.kept, site_names(plan), strict=True)
-        if item.codec is not None
+        value: store.codec(codec, site=site, reads=reads[value], num_parts=parts[value])
+        for value, site, codec, _ in _packed(plan)
     }
+
+
+def parts_in(store: AbstractStore, plan: ProgramPlan, most: int) -> Parts:
+    """Returns in which parts a plan's values can be unpacked, at most so many."""
+    codecs = {
+        value: store.codec(codec, site=site, num_parts=most_parts(like, most))
+        for value, site, codec, like in _packed(plan)
+    }
+    return Parts(codecs, most)
+
+
+def _packed(
+    plan: ProgramPlan,
+) -> Iterator[tuple[int, str, AbstractCodec, jax.ShapeDtypeStruct]]:
+    for item, site in zip(plan.kept, site_names(plan), strict=True):
+        if item.codec is not None:
+            yield item.value, site, item.codec, item.like

@@ -1,14 +1,14 @@
 """Stretches: where they end so that they run in parts, and which of them do."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.division import divide
+from dafjax._schedule.parts import Parts
 from dafjax._schedule.steps import Step
 from dafjax._trace.equation import values_of
 from dafjax._trace.primitives import is_cheap
-from dafjax.codecs import AbstractCodec
 
 
 def stretches_of(steps: Iterable[Step]) -> list[list[Step]]:
@@ -22,7 +22,7 @@ def stretches_of(steps: Iterable[Step]) -> list[list[Step]]:
 
 
 def products_in_parts(
-    plan: ProgramPlan, steps: Sequence[Step], codecs: Mapping[int, AbstractCodec]
+    plan: ProgramPlan, steps: Sequence[Step], parts: Parts
 ) -> frozenset[int]:
     """Returns the products that are better part of the stretch in front of them.
 
@@ -32,7 +32,7 @@ def products_in_parts(
     Args:
         plan: What is kept.
         steps: Those of the backward pass.
-        codecs: How residuals are unpacked.
+        parts: In which parts residuals can be unpacked.
 
     Returns:
         The numbers of their steps.
@@ -48,7 +48,7 @@ def products_in_parts(
             and not _is_cheap(joined[0])
             and not _is_cheap(stretch[0])
             and not stretch[0].unpacked
-            and divide(plan, [*joined, *stretch], later, codecs) is not None
+            and divide(plan, [*joined, *stretch], later, parts) is not None
         )
         if can_join:
             found.add(end)
@@ -58,20 +58,20 @@ def products_in_parts(
 
 
 def with_divisions(
-    plan: ProgramPlan, steps: Sequence[Step], codecs: Mapping[int, AbstractCodec]
+    plan: ProgramPlan, steps: Sequence[Step], parts: Parts
 ) -> tuple[Step, ...]:
     """Returns the steps, the first of every stretch with how it runs in parts.
 
     Args:
         plan: What is kept.
         steps: Those of the backward pass.
-        codecs: How residuals are unpacked.
+        parts: In which parts residuals can be unpacked.
     """
     stretches = stretches_of(steps)
     divided: list[Step] = []
     for stretch, later in zip(stretches, _read_later(plan, stretches), strict=True):
         first, *others = stretch
-        division = divide(plan, stretch, later, codecs)
+        division = divide(plan, stretch, later, parts)
         divided += [dataclasses.replace(first, division=division), *others]
     return tuple(divided)
 

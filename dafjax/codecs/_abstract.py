@@ -2,6 +2,8 @@
 
 import abc
 
+import jax
+
 from dafjax._typing import Array, ArrayTree, Like
 
 
@@ -66,6 +68,23 @@ class AbstractCodec(abc.ABC):
         """
         del like
         return False
+
+    def packs_parts(self, like: Like, count: int) -> bool:
+        """Returns whether parts of such an array can be unpacked, each by itself.
+
+        A part is rows that follow each other. Then the first dimension of each array of
+        a packed can be divided likewise, and a part of them all decodes to a part of
+        the array.
+
+        Args:
+            like: Shape and dtype of the array.
+            count: Into how many equal parts its rows are divided.
+        """
+        if not like.shape:
+            return False
+        there, rest = divmod(like.shape[0], count)
+        part = jax.ShapeDtypeStruct((there, *like.shape[1:]), like.dtype)
+        return rest == 0 and self.packs_rows(like) and self.packs_rows(part)
 
     @abc.abstractmethod
     def packed_nbytes(self, like: Like) -> int:

@@ -28,7 +28,7 @@ class AbstractStore(abc.ABC):
 
     @abc.abstractmethod
     def codec(
-        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
     ) -> AbstractCodec:
         """Returns the codec that a residual is packed with to wait here.
 
@@ -38,7 +38,9 @@ class AbstractStore(abc.ABC):
         Args:
             wanted: The codec that was chosen for the residual.
             site: The residual's name, the same in every process.
-            reads: How often one backward pass decodes it; 0 if that is unknown.
+            reads: How often one backward pass decodes all of it; 0 if that is unknown.
+            num_parts: In how many parts of its rows it may be decoded, where the codec
+                `packs_parts`.
         """
 
     @abc.abstractmethod

@@ -70,6 +70,9 @@ class AdaptiveAffine(AbstractCodec):
     ) -> Array:
         return self.affine.decode(packed, like, after=after)
 
+    def packs_rows(self, like: Like) -> bool:
+        return self.affine.packs_rows(like)
+
     def packed_nbytes(self, like: Like) -> int:
         return self.affine.packed_nbytes(like)
 
@@ -126,9 +129,9 @@ class Adaptive(AbstractStore):
         return dataclasses.replace(self, target=target)
 
     def codec(
-        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
     ) -> AbstractCodec:
-        codec = self.store.codec(wanted, site=site, reads=reads)
+        codec = self.store.codec(wanted, site=site, reads=reads, num_parts=num_parts)
         if not isinstance(codec, Affine) or codec.bits not in _LADDER:
             return codec
         allocated = self._in_force().bits.get(site_number(site, self.target))

@@ -208,13 +208,15 @@ class PagePool(AbstractStore):
         return pool_note(sensitivities, after, pool=self._hash, sites=sites)
 
     def codec(
-        self, wanted: AbstractCodec, *, site: str, reads: int = 0
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
     ) -> AbstractCodec:
         if not isinstance(wanted, Affine) or wanted.bits == 3:
             return wanted
         number = pool_hash(site)
         self._sites[number] = site
-        return PooledAffine(wanted, pool=self._hash, site=number, reads=reads)
+        return PooledAffine(
+            wanted, pool=self._hash, site=number, reads=reads, num_parts=num_parts
+        )
 
     def put(self, packed: ArrayTree) -> ArrayTree:
         return packed

@@ -1,6 +1,7 @@
 """Affine codes in a page pool as a codec: what is packed is a handle."""
 
 import dataclasses
+import math
 from typing import final
 
 import jax
@@ -24,22 +25,28 @@ class PooledAffine(AbstractCodec):
         pool: Hash of the pool's name.
         site: Hash of the name of what is put.
         reads: How often a backward pass decodes it; 0 if that is unknown.
+        num_parts: Into how many parts of its rows it is divided at most. Each part is
+            an entry of its own, if each row is packed by itself and planes fill pages.
     """
 
     affine: Affine
     pool: int
     site: int
     reads: int = 0
+    num_parts: int = 1
 
     @property
     def is_exact(self) -> bool:
         return False
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> Array:
-        self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        self.check(like)
         rows, columns = self.affine.rows_and_columns(x.shape)
+        count, size = _as_matrix(rows)
+        parts = self._parts_of(like)
         return pool_put(
-            lax.reshape(to_rows(x, rows), _as_batch(rows)),
+            lax.reshape(to_rows(x, rows), (parts, count // parts, size)),
             as_seed(seed),
             pool=self.pool,
             site=self.site,
@@ -55,11 +62,12 @@ class PooledAffine(AbstractCodec):
     ) -> Array:
         self.check(like)
         rows, columns = self.affine.rows_and_columns(like.shape)
+        count, size = _as_matrix(rows)
         unpacked = pool_get(
             packed,
             *after,
             pool=self.pool,
-            rows=_as_batch(rows),
+            rows=(count // packed.shape[0], size),
             dtype=jnp.dtype(like.dtype),
             block_size=self.affine.block_size,
             columns=columns,
@@ -68,18 +76,31 @@ class PooledAffine(AbstractCodec):
         return from_rows(lax.reshape(unpacked, rows), like)
 
     def packed_nbytes(self, like: Like) -> int:
-        """Returns the bytes of the handle; those in the pool are known at run time."""
+        """Returns the bytes of handles; those in the pool are known at run time."""
         self.check(like)
-        return 16
+        return 16 * self._parts_of(like)
+
+    def packs_parts(self, like: Like, count: int) -> bool:
+        return self._parts_of(like) % count == 0
 
     def check(self, like: Like) -> None:
         self.affine.check(like)
 
+    def _parts_of(self, like: Like) -> int:
+        counts = range(self.num_parts, 1, -1)
+        for count in (c for c in counts if self.num_parts % c == 0):
+            fills_pages = math.prod(like.shape) >= count * _NUM_ELEMENTS_OF_PAGE
+            if fills_pages and self.affine.packs_parts(like, count):
+                return count
+        return 1
+
 
 # Of what the pool may set or allocate.
 _MAX_BITS = 8
+# A page has one bit of each.
+_NUM_ELEMENTS_OF_PAGE = 8 * 65536
 
 
-def _as_batch(rows: tuple[int, ...]) -> tuple[int, int]:
+def _as_matrix(rows: tuple[int, ...]) -> tuple[int, int]:
     *count, size = rows
     return (count[0] if count else 1, size)

@@ -1,0 +1,73 @@
+"""In which parts of their rows residuals can be unpacked."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import final
+
+import jax
+
+from dafjax._typing import Like
+from dafjax.codecs import AbstractCodec
+
+
+# Smaller parts take longer, and the whole is not large either.
+_LEAST_NBYTES_OF_PART = 1 << 20
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """In which parts of rows, places of the first dimension, residuals can be unpacked.
+
+    Attributes:
+        codecs: How each residual is unpacked.
+        most: The most parts.
+    """
+
+    codecs: Mapping[int, AbstractCodec]
+    most: int
+
+    def count(self, likes: Mapping[int, Like]) -> int:
+        """Returns into how many parts some residuals are divided, 1 if they are not.
+
+        Args:
+            likes: Shape and dtype of each. All have as many rows.
+        """
+        largest = max(likes.values(), key=_nbytes)
+        for count in range(most_parts(largest, self.most), 1, -1):
+            if _can_have_parts(largest, count) and all(
+                self.codecs[v].packs_parts(like, count) for v, like in likes.items()
+            ):
+                return count
+        return 1
+
+    def can_be_interleaved(self, likes: Mapping[int, Like]) -> bool:
+        """Returns whether parts need not be rows that follow each other."""
+        return all(self.codecs[v].packs_rows(like) for v, like in likes.items())
+
+
+def most_parts(like: Like, most: int) -> int:
+    """Returns into how many parts it is worth dividing an array, 1 if it has none.
+
+    Args:
+        like: Its shape and dtype.
+        most: The most parts.
+    """
+    counts = range(most, 1, -1)
+    return next((count for count in counts if _can_have_parts(like, count)), 1)
+
+
+def _can_have_parts(like: Like, count: int) -> bool:
+    """Returns whether an array has so many equal parts, which are large enough."""
+    if not like.shape:
+        return False
+    there, rest = divmod(like.shape[0], count)
+    # Where devices share the rows, each has some of every part.
+    if rest or there % jax.device_count():
+        return False
+    return _nbytes(like) >= count * _LEAST_NBYTES_OF_PART
+
+
+def _nbytes(like: Like) -> int:
+    return math.prod(like.shape) * like.dtype.itemsize
