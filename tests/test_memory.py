@@ -276,6 +276,7 @@ def run_whole(monkeypatch):
     monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
 
 
+@pytest.mark.slow
 def test_without_ties_of_operands_copies_of_cotangents_wait(monkeypatch):
     """Where they are there as a whole."""
     run_whole(monkeypatch)

@@ -252,6 +252,7 @@ def test_bits_in_a_pool_are_given_out_anew_within_the_budget(tmp_path, console):
     assert (tmp_path / "run" / "bits.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_bits_in_arrays_are_given_out_anew_within_the_budget(tmp_path, console):
     options = {"method": "compress", "store": "arrays", "bits": "auto"}
     result = run(tiny(tmp_path / "run", budget="160KiB", **options), console)

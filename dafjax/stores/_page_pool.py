@@ -33,12 +33,13 @@ class PagePool(AbstractStore):
     reused. A gradient that is computed in another execution than its forward pass may
     find its residuals gone, and says so: `StaleHandle`.
 
-    Residuals in affine codes of 1, 2, 4 or 8 bits wait in the pool. They have the bits
-    of their codec, unless others are set (`set_bits`) or allocated (`target`): then 8
-    at most. All others (bit masks, the places of maxima, what is kept as it is, codes
-    of 3 bits) are ordinary arrays of the program, as in `Arrays()`. Programs that XLA
-    divides among devices are refused, and so are other platforms than CPUs and, where
-    dafjax was built with CUDA, NVIDIA GPUs.
+    Residuals in affine codes of 1, 2, 4 or 8 bits wait in the pool, as one entry each,
+    or one for each of the parts in which the backward pass reads them. They have the
+    bits of their codec, unless others are set (`set_bits`) or allocated (`target`):
+    then 8 at most. All others (bit masks, the places of maxima, what is kept as it is,
+    codes of 3 bits) are ordinary arrays of the program, as in `Arrays()`. Programs that
+    XLA divides among devices are refused, and so are other platforms than CPUs and,
+    where dafjax was built with CUDA, NVIDIA GPUs.
 
     A pool serves either programs for CPUs or those for one GPU. On a GPU the pages are
     in pinned memory of the host, and only compressed bytes cross the bus. It runs

@@ -9,7 +9,6 @@ import pytest
 
 from models.generate import generate, nucleus
 from models.gpt2 import GPT2, GPT2Config
-from tests.helpers import slow
 
 
 CONFIG = GPT2Config(2, width=32, num_heads=4, vocabulary=20, context=16)
@@ -27,7 +26,8 @@ def prompt(key):
     return jax.random.randint(key, (3, 4), 0, CONFIG.vocabulary)
 
 
-@pytest.mark.parametrize("scan_layers", [slow(False), True], ids=["loop", "scan"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["loop", "scan"])
 def test_without_a_key_each_token_is_the_likeliest(key, prompt, scan_layers):
     model = GPT2(dataclasses.replace(CONFIG, scan_layers=scan_layers))
     variables = jax.tree.map(

@@ -148,7 +148,8 @@ def test_of_the_tokens_15_percent_count_and_most_of_them_are_hidden():
     assert abs(same - 0.1) < 0.02
 
 
-@pytest.mark.parametrize("scan_layers", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [False, True])
 def test_masked_words_train_all_but_the_head(scan_layers):
     task = make_masked(scan_layers=scan_layers)
     model, variables = start(task)
