@@ -40,7 +40,7 @@ test-foreign: $(VENV)/installed
 test-cuda: $(VENV)/installed
 	nvcc -std=c++17 -arch=sm_80 -cubin -o /dev/null benchmarks/on_gpu/cub.cu
 	PATH="$(abspath $(VENV)/bin):$$PATH" sh tests/cpp/sass.sh
-	$(RUN) -m pytest -m "slow or not slow" tests/test_cuda_simulator.py \
+	$(RUN) -m pytest --numprocesses 2 -m "slow or not slow" tests/test_cuda_simulator.py \
 	  tests/test_cuda_handlers.py tests/test_cuda_status.py
 
 # Programs for GPUs, compiled by XLA:GPU without a GPU.

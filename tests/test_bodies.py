@@ -11,7 +11,7 @@ import pytest
 import dafjax
 from dafjax.policies import CompressExpensive
 from tests import networks
-from tests.helpers import relative_error
+from tests.helpers import gradient_nbytes, relative_error
 
 
 DEPTH, WIDTH, ROWS = 8, 64, 128
@@ -135,11 +135,6 @@ def test_the_mean_gradient_is_the_exact_one(loss, example):
     assert np.linalg.norm(draws.mean(axis=0) - exact) < 2.5 * spread
 
 
-def temp_nbytes(loss, *arguments):
-    compiled = jax.jit(jax.grad(loss)).lower(*arguments).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
 def large_example():
     params = jax.eval_shape(lambda: stacked_params(jax.random.key(0)))
     return params, jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
@@ -148,10 +143,10 @@ def large_example():
 @pytest.mark.parametrize("loss", [scan_loss, nested_loss, inputs_loss, branch_loss])
 def test_a_loop_in_a_wrapped_function_needs_less_memory(loss):
     example = large_example()
-    plain = temp_nbytes(loss, *example)
+    plain = gradient_nbytes(loss, *example)
     # A row of 64 values fills an eighth of a tile: little is gained.
     most = {inputs_loss: 1.0, branch_loss: 0.8}.get(loss, 0.4)
-    assert temp_nbytes(dafjax.remat_compress(loss), *example) < most * plain
+    assert gradient_nbytes(dafjax.remat_compress(loss), *example) < most * plain
 
 
 @pytest.mark.parametrize("level", ["function", "body", "both"])

@@ -24,7 +24,7 @@ from tests.compositions import (
     export_allowed,
     loss,
 )
-from tests.helpers import persistent_cache, relative_error, run_python
+from tests.helpers import persistent_cache, relative_error, run_python, temp_nbytes
 
 
 EAGER_POLICY = CompressExpensive(min_nbytes=0)
@@ -117,15 +117,14 @@ def relative_error_and_traces(composition):
 def temp_ratio(composition):
     """The temporary bytes at 2 bits over those with nothing wrapped."""
 
-    def temp_nbytes(program):
+    def nbytes(program):
         shapes = jax.eval_shape(lambda: composition.arguments(LARGE))
-        compiled = program.lower(*shapes).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        return temp_nbytes(program.lower(*shapes))
 
     plain = composition.plain or composition.program
     with composition.settings():
-        needed = temp_nbytes(composition.program(dafjax.remat_compress))
-        return needed / temp_nbytes(plain(nothing))
+        needed = nbytes(composition.program(dafjax.remat_compress))
+        return needed / nbytes(plain(nothing))
 
 
 class TestEveryComposition:

@@ -13,7 +13,7 @@ import pytest
 import dafjax
 import dafjax.linen
 from dafjax.policies import CompressExpensive
-from tests.helpers import relative_error, run_python, slow
+from tests.helpers import relative_error, run_python, slow, temp_nbytes
 
 
 # Small arrays are compressed too, so that small tests show what large ones do.
@@ -345,14 +345,14 @@ class TestActivations:
 def test_a_stack_of_blocks_needs_less_memory(model):
     x = jnp.ones((1024, 128))
 
-    def temporary_nbytes(wrap):
+    def nbytes(wrap):
         module = model(wrap, depth=12)
         variables = jax.eval_shape(functools.partial(init, module), x)
         program = jax.jit(functools.partial(step, module)).lower(variables, x)
-        return program.compile().memory_analysis().temp_size_in_bytes
+        return temp_nbytes(program)
 
-    plain = temporary_nbytes(lambda block: block)
-    ratio = temporary_nbytes(functools.partial(compressed, bits=2)) / plain
+    plain = nbytes(lambda block: block)
+    ratio = nbytes(functools.partial(compressed, bits=2)) / plain
     assert ratio < 0.25
 
 

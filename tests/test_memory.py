@@ -1,5 +1,6 @@
 """The compiled program: its temporary bytes, and what each tie is for."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -20,22 +21,19 @@ from dafjax._schedule.ties import Ties
 from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive
 from tests import networks
-from tests.helpers import slow
+from tests.helpers import (
+    DEFAULT,
+    MEMORY_OPTIMIZED,
+    NOT_OPTIMIZED,
+    gradient_nbytes,
+    slow,
+    temp_nbytes,
+)
 
-
-DEFAULT = "CPU_SCHEDULER_TYPE_DEFAULT"
-MEMORY_OPTIMIZED = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 # 16 blocks whose activations have 1 MiB each.
 DEPTH, BATCH, CHANNELS = 16, 32, 32
 MIB = 2**20
-
-
-def temp_nbytes(loss, *arguments, scheduler=DEFAULT):
-    compiled = jax.jit(jax.grad(loss)).lower(*arguments)
-    options = {"xla_cpu_scheduler_type": scheduler} if scheduler != DEFAULT else None
-    memory = compiled.compile(compiler_options=options).memory_analysis()
-    return memory.temp_size_in_bytes
 
 
 def example(depth=DEPTH):
@@ -48,7 +46,7 @@ def example(depth=DEPTH):
 
 @functools.cache
 def plain_nbytes(scheduler=DEFAULT):
-    return temp_nbytes(networks.conv_loss, *example(), scheduler=scheduler)
+    return gradient_nbytes(networks.conv_loss, *example(), scheduler=scheduler)
 
 
 def set_ties(monkeypatch, **ties):
@@ -57,7 +55,7 @@ def set_ties(monkeypatch, **ties):
 
 @pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
 def test_the_whole_loss_wrapped_needs_a_fifth(scheduler):
-    got = temp_nbytes(
+    got = gradient_nbytes(
         dafjax.remat_compress(networks.conv_loss), *example(), scheduler=scheduler
     )
     assert got < 0.2 * plain_nbytes(scheduler)
@@ -66,7 +64,7 @@ def test_the_whole_loss_wrapped_needs_a_fifth(scheduler):
 @pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
 def test_every_block_wrapped_needs_a_quarter(scheduler):
     wrap_block = functools.partial(dafjax.remat_compress, activation_argnums=1)
-    got = temp_nbytes(
+    got = gradient_nbytes(
         functools.partial(networks.conv_loss, wrap_block=wrap_block),
         *example(),
         scheduler=scheduler,
@@ -87,9 +85,9 @@ def test_a_scan_over_wrapped_blocks_needs_a_fifth():
         x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, stacked)
         return jnp.mean(x**2)
 
-    plain = temp_nbytes(functools.partial(loss, networks.conv_block), stacked, x)
+    plain = gradient_nbytes(functools.partial(loss, networks.conv_block), stacked, x)
     wrapped = dafjax.remat_compress(networks.conv_block, activation_argnums=1)
-    assert temp_nbytes(functools.partial(loss, wrapped), stacked, x) < 0.2 * plain
+    assert gradient_nbytes(functools.partial(loss, wrapped), stacked, x) < 0.2 * plain
 
 
 @pytest.mark.parametrize("scheduler", [DEFAULT, slow(MEMORY_OPTIMIZED)])
@@ -99,7 +97,7 @@ def test_a_further_layer_adds_what_the_plan_says(scheduler):
     nbytes, stored = [], []
     for depth in (DEPTH, 2 * DEPTH):
         arguments = example(depth)
-        nbytes.append(temp_nbytes(wrapped, *arguments, scheduler=scheduler))
+        nbytes.append(gradient_nbytes(wrapped, *arguments, scheduler=scheduler))
         stored.append(dafjax.saved_residuals(wrapped, *arguments).stored_nbytes)
     added = (nbytes[1] - nbytes[0]) / DEPTH
     predicted = (stored[1] - stored[0]) / DEPTH
@@ -129,20 +127,16 @@ def logits_example():
     )
 
 
-def value_and_gradient_nbytes(loss, *arguments, scheduler):
-    compiled = jax.jit(jax.value_and_grad(loss)).lower(*arguments)
-    memory = compiled.compile(
-        compiler_options={"xla_cpu_scheduler_type": scheduler}
-    ).memory_analysis()
-    return memory.temp_size_in_bytes
-
-
 def test_without_ties_of_results_the_loss_is_put_off(monkeypatch):
     """What it would be computed of then lives until the end."""
-    measure = functools.partial(value_and_gradient_nbytes, scheduler=MEMORY_OPTIMIZED)
-    tied = measure(dafjax.remat_compress(logits_loss), *logits_example())
+
+    def measure():
+        step = jax.jit(jax.value_and_grad(dafjax.remat_compress(logits_loss)))
+        return temp_nbytes(step.lower(*logits_example()), MEMORY_OPTIMIZED)
+
+    tied = measure()
     set_ties(monkeypatch, results=False)
-    untied = measure(dafjax.remat_compress(logits_loss), *logits_example())
+    untied = measure()
     assert untied > tied + 0.7 * 16 * MIB
 
 
@@ -167,9 +161,9 @@ def test_without_ties_of_arguments_all_slices_of_a_loop_wait(
     p = [jax.ShapeDtypeStruct((8, 512, 512), jnp.float32)] * 16
     x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
     wrap = functools.partial(dafjax.remat_compress, rematerialize=rematerialize)
-    tied = temp_nbytes(wrap(sliced_loss), p, x)
+    tied = gradient_nbytes(wrap(sliced_loss), p, x)
     set_ties(monkeypatch, arguments=False)
-    untied = temp_nbytes(wrap(sliced_loss), p, x)
+    untied = gradient_nbytes(wrap(sliced_loss), p, x)
     assert untied > tied + 8 * MIB
 
 
@@ -184,7 +178,7 @@ def attention_loss(p, x):
 def attention_nbytes(**options):
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     example = [(w, w, w)] * 4, jax.ShapeDtypeStruct((1024, 64), jnp.float32)
-    return temp_nbytes(dafjax.remat_compress(attention_loss, **options), *example)
+    return gradient_nbytes(dafjax.remat_compress(attention_loss, **options), *example)
 
 
 def order_as_differentiated(monkeypatch):
@@ -223,7 +217,7 @@ def test_a_cotangent_does_not_wait_beside_what_is_made_of_it(monkeypatch):
 
 def test_without_forward_ties_packing_is_put_off(monkeypatch):
     set_ties(monkeypatch, forward=False)
-    got = temp_nbytes(
+    got = gradient_nbytes(
         dafjax.remat_compress(networks.conv_loss),
         *example(),
         scheduler=MEMORY_OPTIMIZED,
@@ -233,13 +227,13 @@ def test_without_forward_ties_packing_is_put_off(monkeypatch):
 
 def test_without_a_cotangent_to_wait_for_unpacking_is_early(monkeypatch):
     set_ties(monkeypatch, cotangent=False)
-    got = temp_nbytes(dafjax.remat_compress(networks.conv_loss), *example())
+    got = gradient_nbytes(dafjax.remat_compress(networks.conv_loss), *example())
     assert got > 0.4 * plain_nbytes()
 
 
 def test_without_outgoing_ties_reductions_are_put_off(monkeypatch):
     set_ties(monkeypatch, outgoing=False)
-    got = temp_nbytes(
+    got = gradient_nbytes(
         dafjax.remat_compress(networks.conv_loss),
         *example(),
         scheduler=MEMORY_OPTIMIZED,
@@ -254,6 +248,7 @@ def resnet_nbytes(bits=None, **ties):
     Its arrays are divided as those of the whole ResNet are.
     """
     method = save_all.make(2) if bits is None else compress.make(bits)
+    method = dataclasses.replace(method, compiler_options=NOT_OPTIMIZED)
     workload = Workload(method, batch=32, width=32)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_ties(monkeypatch, **ties)
@@ -324,11 +319,11 @@ def test_what_goes_through_ties_is_not_computed_in_place():
 def test_without_a_dependency_all_weights_are_rearranged_at_the_start(monkeypatch):
     params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 8, 128))
     x = jax.ShapeDtypeStruct((4, 8, 8, 128), jnp.float32)
-    plain = temp_nbytes(networks.conv_loss, params, x)
-    got = temp_nbytes(dafjax.remat_compress(networks.conv_loss), params, x)
+    plain = gradient_nbytes(networks.conv_loss, params, x)
+    got = gradient_nbytes(dafjax.remat_compress(networks.conv_loss), params, x)
     assert got < 0.35 * plain
     set_ties(monkeypatch, arguments=False)
-    untied = temp_nbytes(dafjax.remat_compress(networks.conv_loss), params, x)
+    untied = gradient_nbytes(dafjax.remat_compress(networks.conv_loss), params, x)
     assert untied > 2 * got
 
 
@@ -344,12 +339,12 @@ def test_without_a_dependency_random_bits_of_all_layers_wait(monkeypatch):
     params = jax.eval_shape(lambda: networks.mlp_params(jax.random.key(0), (128,) * 13))
     x = jax.ShapeDtypeStruct((1024, 128), jnp.float32)
     arguments = params, x, jax.eval_shape(lambda: jax.random.key(0))
-    plain = temp_nbytes(dropout_loss, *arguments)
+    plain = gradient_nbytes(dropout_loss, *arguments)
     wrapped = dafjax.remat_compress(dropout_loss)
-    assert temp_nbytes(wrapped, *arguments) < 0.25 * plain
+    assert gradient_nbytes(wrapped, *arguments) < 0.25 * plain
     set_ties(monkeypatch, arguments=False)
     wrapped = dafjax.remat_compress(dropout_loss)
-    assert temp_nbytes(wrapped, *arguments) > 0.4 * plain
+    assert gradient_nbytes(wrapped, *arguments) > 0.4 * plain
 
 
 def test_ties_copy_no_activation():

@@ -12,7 +12,7 @@ from flax import nnx
 import dafjax
 import dafjax.nnx
 from dafjax.policies import CompressExpensive
-from tests.helpers import relative_error, slow
+from tests.helpers import relative_error, slow, temp_nbytes
 
 
 # Small arrays are compressed too, so that small tests show what large ones do.
@@ -282,16 +282,15 @@ def test_a_stack_of_blocks_needs_less_memory(make):
     graphdef, state = nnx.split(make(128, depth=12))
     x = jnp.ones((1024, 128))
 
-    def temporary_nbytes(wrap):
+    def nbytes(wrap):
         def pure(state, x):
             model = nnx.merge(graphdef, state)
             return step(model, x, wrap), nnx.state(model)
 
-        program = jax.jit(pure).lower(state, x).compile()
-        return program.memory_analysis().temp_size_in_bytes
+        return temp_nbytes(jax.jit(pure).lower(state, x))
 
-    plain = temporary_nbytes(lambda f: f)
-    ratio = temporary_nbytes(functools.partial(compressed, bits=2)) / plain
+    plain = nbytes(lambda f: f)
+    ratio = nbytes(functools.partial(compressed, bits=2)) / plain
     assert ratio < 0.25
 
 

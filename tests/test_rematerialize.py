@@ -16,11 +16,15 @@ from dafjax._schedule.ties import Ties
 from dafjax._trace.tracing import as_function
 from dafjax.policies import CompressExpensive
 from tests import networks
-from tests.helpers import relative_error, slow
+from tests.helpers import (
+    DEFAULT,
+    MEMORY_OPTIMIZED,
+    gradient_nbytes,
+    relative_error,
+    slow,
+)
 
 
-DEFAULT = "CPU_SCHEDULER_TYPE_DEFAULT"
-MEMORY_OPTIMIZED = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 EAGER_POLICY = CompressExpensive(min_nbytes=0)
 
 rematerialized = functools.partial(dafjax.remat_compress, rematerialize=True)
@@ -205,15 +209,6 @@ def test_statistics_of_a_cut_norm_wait_as_they_are(key):
     assert all(k.raw_nbytes <= 16 * 1024 for k in raw)
 
 
-def temp_nbytes(loss, *arguments, scheduler=DEFAULT):
-    lowered = jax.jit(jax.grad(loss)).lower(*arguments)
-    options = {"xla_cpu_scheduler_type": scheduler}
-    compiled = lowered.compile(
-        compiler_options=options if scheduler != DEFAULT else None
-    )
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
 def dense_loss(p, x):
     """Layers with much inside: what waits between them is an eighth of it."""
     for layer in p:
@@ -231,14 +226,14 @@ def dense_example(depth):
 @pytest.mark.parametrize("scheduler", [DEFAULT, slow(MEMORY_OPTIMIZED)])
 def test_a_rematerialized_loss_needs_less_than_one_in_codes(scheduler):
     example = dense_example(depth=32)
-    measure = functools.partial(temp_nbytes, scheduler=scheduler)
+    measure = functools.partial(gradient_nbytes, scheduler=scheduler)
     in_codes = measure(dafjax.remat_compress(dense_loss), *example)
     assert measure(rematerialized(dense_loss), *example) < 0.75 * in_codes
 
 
 @pytest.mark.parametrize("scheduler", [slow(DEFAULT), MEMORY_OPTIMIZED])
 def test_four_times_the_layers_take_twice_what_waits(scheduler):
-    measure = functools.partial(temp_nbytes, scheduler=scheduler)
+    measure = functools.partial(gradient_nbytes, scheduler=scheduler)
     few, many = (
         measure(rematerialized(dense_loss), *dense_example(depth)) for depth in (8, 32)
     )
@@ -253,9 +248,9 @@ def test_four_times_the_layers_take_twice_what_waits(scheduler):
 
 def test_without_a_cotangent_to_wait_for_everything_is_run_again_at_once(monkeypatch):
     example = dense_example(depth=32)
-    tied = temp_nbytes(rematerialized(dense_loss), *example)
+    tied = gradient_nbytes(rematerialized(dense_loss), *example)
     monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(cotangent=False))
-    assert temp_nbytes(rematerialized(dense_loss), *example) > 1.5 * tied
+    assert gradient_nbytes(rematerialized(dense_loss), *example) > 1.5 * tied
 
 
 def test_a_scan_runs_its_iterations_again(key):

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/batch.h"
@@ -141,6 +142,11 @@ std::vector<uint8_t> Nans(FloatType type, int64_t count) {
                                                  : 0x7e00);
 }
 
+struct DestroyEvent {
+  void operator()(cudaEvent_t event) const { CHECK(cudaEventDestroy(event) == 0); }
+};
+using Event = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEvent>;
+
 struct Put {
   AffineShape shape;
   bool stochastic;
@@ -151,7 +157,7 @@ struct Put {
   std::unique_ptr<uint8_t[]> x_on_device;
   std::unique_ptr<uint32_t[]> seed_on_device;
   std::unique_ptr<uint32_t[]> handle_on_device;
-  cudaEvent_t done = nullptr;
+  Event done;
 };
 
 struct Load {
@@ -234,7 +240,7 @@ class Scenario {
     CheckOk(pool_.SetBudget(24 * kPage));
     ++run_;
     PutThis(shape, 8);
-    cudaEvent_t first = puts_.back().done;
+    cudaEvent_t first = puts_.back().done.get();
     LoadSome(1);
     CheckOk(pool_.SetBudget(4 * kPage));
     ++run_;
@@ -252,7 +258,7 @@ class Scenario {
   void FailToGrow() {
     const AffineShape shape = {FloatType::kFloat32, 1, 1024, 1, 600000, 0};
     PutThis(shape, 8);
-    CHECK(cudaEventSynchronize(puts_.back().done) == 0);
+    CHECK(cudaEventSynchronize(puts_.back().done.get()) == 0);
     LoadSome(0);
     CheckOk(pool_.SetBudget(4 * kPage));
     ++run_;
@@ -271,7 +277,7 @@ class Scenario {
     PutThis({FloatType::kFloat32, 1, 64, 1, 20000, 20000}, 8);
     CHECK(stats().evictions > 0);
     // The GPU is done before the CPU begins.
-    CHECK(cudaEventSynchronize(puts_.back().done) == 0);
+    CHECK(cudaEventSynchronize(puts_.back().done.get()) == 0);
     LoadSome(1);
     LoadSome(0);
     Synchronize();
@@ -367,8 +373,10 @@ class Scenario {
     if (status.code == Code::kPoolExhausted) return;
     // XLA gives the operand to others as soon as the stream is done with it.
     CHECK(cudaMemsetAsync(put.x_on_device.get(), 0xee, nbytes, stream) == 0);
-    CHECK(cudaEventCreateWithFlags(&put.done, 0) == 0);
-    CHECK(cudaEventRecord(put.done, stream) == 0);
+    cudaEvent_t done = nullptr;
+    CHECK(cudaEventCreateWithFlags(&done, 0) == 0);
+    put.done.reset(done);
+    CHECK(cudaEventRecord(done, stream) == 0);
     put.handle = recorder_.last;
     put.bits = recorder_.bits;
     puts_.push_back(std::move(put));
@@ -385,7 +393,7 @@ class Scenario {
                 std::to_string(put.shape.row_elements);
     const Stream stream = AnyStream();
     // As the program orders them.
-    CHECK(cudaStreamWaitEvent(stream, put.done, 0) == 0);
+    CHECK(cudaStreamWaitEvent(stream, put.done.get(), 0) == 0);
     load.y.reset(new uint8_t[count * ElementNbytes(put.shape.type)]);
     Enqueue(stream, put.shape, put.handle_on_device.get(), load.y.get());
     // What the host has decided so far.
@@ -440,7 +448,7 @@ class Scenario {
     const uint32_t* words = handle.get();
     if (which == 3) {
       words = puts_.back().handle_on_device.get();
-      CHECK(cudaStreamWaitEvent(stream, puts_.back().done, 0) == 0);
+      CHECK(cudaStreamWaitEvent(stream, puts_.back().done.get(), 0) == 0);
     }
     Enqueue(stream, shape, words, load.y.get());
     handles_.push_back(std::move(handle));
@@ -540,6 +548,9 @@ void TestSlotsThatAreUsedAgain() {
 pool::Packer Chosen(pool::Packer wanted, int integrated, float by_gpu, float by_cpu) {
   simulator::CurrentDevice() = {};
   simulator::CurrentDevice().integrated = integrated;
+  // What the device may still use is destroyed after the pool, which waits for it.
+  const std::vector<float> x(64, 1.0f);
+  uint32_t handle[4];
   Streams streams(1);
   pool::Options options;
   options.packer = wanted;
@@ -547,8 +558,6 @@ pool::Packer Chosen(pool::Packer wanted, int integrated, float by_gpu, float by_
   std::shared_ptr<pool::Attachment> attachment;
   CheckOk(MakeFor(&pool, &attachment));
   const auto on_device = std::static_pointer_cast<DevicePool>(attachment);
-  const std::vector<float> x(64, 1.0f);
-  uint32_t handle[4];
   for (int64_t run = 1; run <= 20; ++run) {
     CheckOk(on_device->Put({streams.all[0], {run, 0}, 1, 2, 8,
                             {FloatType::kFloat32, 1, 64, 1, 64, 0}, false, nullptr,
@@ -663,13 +672,7 @@ double MeanSquaredRange(AffineShape shape, const std::vector<uint8_t>& x, int bi
 void TestMeasuresArrive() {
   simulator::CurrentDevice() = {};
   Random random;
-  Streams streams(1);
-  const Stream stream = streams.all[0];
-  pool::Pool pool{pool::Options{}};
-  pool.SetTarget({pool::Target::kAverageBits, 4});
-  std::shared_ptr<pool::Attachment> attachment;
-  CheckOk(MakeFor(&pool, &attachment));
-  const auto on_device = std::static_pointer_cast<DevicePool>(attachment);
+  // What the device may still use is destroyed after the pool, which waits for it.
   const AffineShape shape = {FloatType::kFloat32, 1, 64, 3, 5000, 0};
   std::vector<uint8_t> x = MakeValues(kSmooth, shape.type, 15000, &random);
   x.erase(x.begin(), x.begin() + 4);
@@ -678,6 +681,13 @@ void TestMeasuresArrive() {
   // Two rows, which are added up, of two sites and the gradient.
   const float sensitivities[] = {1.5f, 0.25f, 7.0f, 0.5f, 0.5f, 3.0f};
   const int64_t sites[] = {11, 12};
+  Streams streams(1);
+  const Stream stream = streams.all[0];
+  pool::Pool pool{pool::Options{}};
+  pool.SetTarget({pool::Target::kAverageBits, 4});
+  std::shared_ptr<pool::Attachment> attachment;
+  CheckOk(MakeFor(&pool, &attachment));
+  const auto on_device = std::static_pointer_cast<DevicePool>(attachment);
   for (int64_t run = 1; run <= 3; ++run) {
     // The second execution is enqueued before the first has begun.
     if (run == 3) CHECK(cudaStreamSynchronize(stream) == 0);
@@ -702,6 +712,10 @@ void TestMeasuresArrive() {
 // Where nothing measures sensitivities, ranges do not fill the board for ever.
 void TestTheBoardOfNotesIsAlwaysThere() {
   simulator::CurrentDevice() = {};
+  const std::vector<float> x(64, 1.0f);
+  uint32_t handle[4];
+  std::vector<int64_t> sites(5000, 1);
+  const std::vector<float> sensitivities(5001, 1.0f);
   Streams streams(1);
   pool::Options options;
   options.budget = 64 * kPage;
@@ -709,10 +723,6 @@ void TestTheBoardOfNotesIsAlwaysThere() {
   std::shared_ptr<pool::Attachment> attachment;
   CheckOk(MakeFor(&pool, &attachment));
   const auto on_device = std::static_pointer_cast<DevicePool>(attachment);
-  const std::vector<float> x(64, 1.0f);
-  uint32_t handle[4];
-  std::vector<int64_t> sites(5000, 1);
-  const std::vector<float> sensitivities(5001, 1.0f);
   for (int64_t run = 1; run <= 20; ++run) {
     CheckOk(on_device->Put({streams.all[0], {run, 0}, 1, 2, 8,
                             {FloatType::kFloat32, 1, 64, 1, 64, 0}, false, nullptr,

@@ -13,7 +13,7 @@ import pytest
 import dafjax
 from dafjax.policies import CompressExpensive, SaveAll
 from models import gpt2, lora
-from tests.helpers import relative_error, slow
+from tests.helpers import gradient_nbytes, relative_error, slow
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -219,11 +219,7 @@ def test_the_gradient_of_adapters_needs_a_fraction_of_the_memory(scan_layers):
         tokens,
     )
     plain, compressed = (
-        jax.jit(jax.grad(loss))
-        .lower(variables["lora"], variables["params"], tokens)
-        .compile()
-        .memory_analysis()
-        .temp_size_in_bytes
+        gradient_nbytes(loss, variables["lora"], variables["params"], tokens)
         for loss in (make_loss(config), dafjax.remat_compress(make_loss(config)))
     )
     # On jax 0.9 the plain loop needs less: 0.29.
