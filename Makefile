@@ -10,26 +10,34 @@ CUDA_SETTINGS := --config-settings='cmake.define.DAFJAX_CUDA_ARCHITECTURES=$(CUD
 # JAX's CUDA plugin has a folder of its own, so that nothing else finds it.
 GPU_PLUGIN := build/gpu-plugin
 WITH_PLUGIN := JAX_PLATFORMS=cpu PYTHONPATH="$(abspath $(GPU_PLUGIN))"
+# Of machine code, for tests, which otherwise do without to save time.
+OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt -o -name '*.cu' -o -name '*.cmake')
 
-.PHONY: train test test-slow test-parity test-foreign test-cuda test-gpu-programs test-versions test-other-version lint doctor bench bench-gpu-programs clean
+.PHONY: train test test-optimized test-slow test-parity test-foreign test-cuda test-gpu-programs test-versions test-other-version lint doctor bench bench-gpu-programs clean
 
 # ResNet-18 on handwritten digits: plain, jax.checkpoint, dafjax at 2 bits.
 train: $(VENV)/installed
 	$(RUN) -m models.train --compare --width 16 --epochs 8
 
 # Each process compiles on one core or so: two of them are 1.6 times faster than one.
+# What a file's tests share is compiled once.
 test: $(VENV)/installed
-	$(RUN) -m pytest --numprocesses 2
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile
+
+# The same, with machine code as users have it.
+test-optimized: $(VENV)/installed
+	$(OPTIMIZED) $(RUN) -m pytest --numprocesses 2 --dist loadfile
 
 # Statistics with more draws, wheels, full-size models.
 test-slow: $(VENV)/installed
-	$(RUN) -m pytest -m "slow and not cuda and not parity and not gpu_programs"
+	$(OPTIMIZED) $(RUN) -m pytest \
+	  -m "slow and not cuda and not parity and not gpu_programs"
 
 # Models beside those of PyTorch `transformers`, in full size too.
 test-parity: $(VENV)/installed
 	$(RUN) -m pip install --quiet --editable '.[parity]' $(CUDA_SETTINGS)
-	$(RUN) -m pytest -m parity tests/models
+	$(OPTIMIZED) $(RUN) -m pytest -m parity tests/models
 
 # The kernels under sanitizers, for NEON under qemu-user, for AVX-512 emulated.
 test-foreign: $(VENV)/installed
@@ -45,7 +53,8 @@ test-cuda: $(VENV)/installed
 
 # Programs for GPUs, compiled by XLA:GPU without a GPU.
 test-gpu-programs: $(GPU_PLUGIN)/installed
-	$(WITH_PLUGIN) $(RUN) -m pytest -m gpu_programs tests/test_gpu_programs.py
+	$(WITH_PLUGIN) $(OPTIMIZED) $(RUN) -m pytest -m gpu_programs \
+	  tests/test_gpu_programs.py
 
 # The suite on every supported version of JAX.
 test-versions:

@@ -48,9 +48,6 @@ DATA_KINDS = (
 # How XLA:CPU orders a program.
 DEFAULT = "CPU_SCHEDULER_TYPE_DEFAULT"
 MEMORY_OPTIMIZED = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-# For programs of which only the buffers matter: without its machine code optimized a
-# program compiles in two thirds of the time, and its buffers are the same.
-NOT_OPTIMIZED = {"xla_backend_optimization_level": "0"}
 
 
 def slow(*values: Any, **options: Any) -> Any:
@@ -78,8 +75,8 @@ def scheduled(plan: ProgramPlan, most: int = 8) -> tuple[Step, ...]:
 
 
 def temp_nbytes(lowered: jax.stages.Lowered, scheduler: str = DEFAULT) -> int:
-    """Returns the temporary bytes of a program that will not run."""
-    options = NOT_OPTIMIZED | {"xla_cpu_scheduler_type": scheduler}
+    """Returns the temporary bytes of a compiled program."""
+    options = {"xla_cpu_scheduler_type": scheduler}
     compiled = lowered.compile(compiler_options=options)
     return compiled.memory_analysis().temp_size_in_bytes
 

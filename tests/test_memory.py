@@ -1,6 +1,5 @@
 """The compiled program: its temporary bytes, and what each tie is for."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -24,7 +23,6 @@ from tests import networks
 from tests.helpers import (
     DEFAULT,
     MEMORY_OPTIMIZED,
-    NOT_OPTIMIZED,
     gradient_nbytes,
     slow,
     temp_nbytes,
@@ -248,7 +246,6 @@ def resnet_nbytes(bits=None, **ties):
     Its arrays are divided as those of the whole ResNet are.
     """
     method = save_all.make(2) if bits is None else compress.make(bits)
-    method = dataclasses.replace(method, compiler_options=NOT_OPTIMIZED)
     workload = Workload(method, batch=32, width=32)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_ties(monkeypatch, **ties)

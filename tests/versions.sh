@@ -71,7 +71,8 @@ for jax in ${*:-0.9.2 0.10.2 0.11.2}; do
     "jax==$jax" "jaxlib==$jax" || { failed="$failed $jax"; continue; }
   echo "jax $jax${ignore:+, all tests but:$ignore}"
   # shellcheck disable=SC2086  # One option for each file.
-  "$venv/bin/python" -m pytest --quiet --numprocesses 2 $ignore || failed="$failed $jax"
+  "$venv/bin/python" -m pytest --quiet --numprocesses 2 --dist loadfile $ignore \
+    || failed="$failed $jax"
 done
 if [ -n "$failed" ]; then
   echo "failed on jax:$failed" >&2
