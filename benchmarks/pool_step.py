@@ -4,7 +4,8 @@ Both keep the same residuals with the same bits: their gradients are equal, bit 
 where the backward pass runs whole. Where it runs in parts, a pool adds up other parts,
 and gradients are equal but for float rounding. A pool whose program also measures how
 important residuals are, as where bits are allocated, keeps the same, too: what that
-costs is measured against the pool without.
+costs is measured against the pool without. A pool of what lasts leaves in arrays what
+waits only while the step needs little memory.
 
 Examples:
     python -m benchmarks.pool_step
@@ -12,6 +13,7 @@ Examples:
     python -m benchmarks.pool_step --rounds 0 --rss 3
 """
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -43,15 +45,22 @@ Network = Literal["resnet18", "gpt2"]
 Record = dict[str, Any]
 ArrayTree = Any
 
-_ARRAYS, _POOL, _MEASURING = "arrays", "pool", "pool, measuring"
+_ARRAYS, _POOL, _LASTING = "arrays", "pool", "pool, lasting only"
+_MEASURING = "pool, measuring"
+_POOLS: dict[str, Callable[..., PagePool]] = {
+    _POOL: lambda name: PagePool(name=name),
+    _LASTING: lambda name: PagePool(name=name, lasting_only=True),
+    _MEASURING: lambda name: PagePool(name=name),
+}
 STORES: dict[str, Callable[..., AbstractStore]] = {
     _ARRAYS: lambda name: Arrays(),
-    _POOL: lambda name: PagePool(name=name),
+    _POOL: _POOLS[_POOL],
+    _LASTING: _POOLS[_LASTING],
     # Frees what the backward pass is done with.
     "pool, backward once": lambda name: PagePool(name=name, backward_once=True),
 }
 # Of the relative error to what the step with arrays gives.
-_TOLERANCE = {_ARRAYS: 0.0, _POOL: 1e-5, _MEASURING: 1e-5}
+_TOLERANCE = {_ARRAYS: 0.0, _POOL: 1e-5, _LASTING: 1e-5, _MEASURING: 1e-5}
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -143,14 +152,19 @@ def steps_of(network: Network, options: Options) -> list[Step]:
 
 def measure(step: Step, rounds: int, options: Options) -> Record:
     """Measures memory, and in `rounds` rounds the time, of a step with each store."""
-    # A name for each: what is compiled finds its pool by name.
-    name = f"{step.network} {step.size}"
-    with PagePool(name=name) as pool, PagePool(name=f"{name}, measuring") as measuring:
+    with contextlib.ExitStack() as stack:
+        # A name for each: what is compiled finds its pool by name.
+        pools = {
+            name: stack.enter_context(make(f"{step.network} {step.size}, {name}"))
+            for name, make in _POOLS.items()
+        }
         compiled, run = {}, {}
-        for store_name, store in ((_ARRAYS, Arrays()), (_POOL, pool)):
-            compiled[store_name], run[store_name] = step.make(store)
+        for name, store in ((_ARRAYS, Arrays()), *pools.items()):
+            if name != _MEASURING:
+                compiled[name], run[name] = step.make(store)
         timings: dict[str, Timing] = {}
         if rounds > 0:
+            measuring = pools[_MEASURING]
             compiled[_MEASURING], run[_MEASURING] = _make_measuring(step, measuring)
             contenders = {
                 name: Contender(
@@ -166,16 +180,22 @@ def measure(step: Step, rounds: int, options: Options) -> Record:
             )
             assert measuring.stats().expected_variance > 0
         else:
-            jax.block_until_ready(run[_POOL]())
-        stats = pool.stats()
+            for take_step in run.values():
+                jax.block_until_ready(take_step())
+        stats = {name: pools[name].stats() for name in (_POOL, _LASTING)}
     temp = {name: memory.temp_nbytes(program) for name, program in compiled.items()}
     return {
         "network": step.network,
         "size": step.size,
         "temp_nbytes": temp,
-        "pool_peak_nbytes": stats.peak_nbytes,
-        "pool_committed_nbytes": stats.peak_committed_nbytes,
-        "memory_ratio": (temp[_POOL] + stats.peak_committed_nbytes) / temp[_ARRAYS],
+        "pool_peak_nbytes": {name: s.peak_nbytes for name, s in stats.items()},
+        "pool_committed_nbytes": {
+            name: s.peak_committed_nbytes for name, s in stats.items()
+        },
+        "memory_ratio": {
+            name: (temp[name] + s.peak_committed_nbytes) / temp[_ARRAYS]
+            for name, s in stats.items()
+        },
         "time": {name: dataclasses.asdict(t) for name, t in timings.items()},
         "measuring_over_pool": _ratio_of_rounds(timings, _MEASURING, _POOL),
         "resident_added": {
@@ -265,27 +285,35 @@ def _gpt2_step(
 def _memory_table(records: Sequence[Record]) -> rich.table.Table:
     return make_table(
         "Memory of a step",
-        left=("Network", "Size"),
-        right=("Arrays: temp MB", "Pool: temp MB", "Pool MB", "Pool / arrays"),
+        left=("Network", "Size", "Store"),
+        right=("Temp MB", "Pool MB", "Temp + pool / arrays"),
         rows=[
-            (
-                record["network"],
-                record["size"],
-                _megabytes(record["temp_nbytes"][_ARRAYS]),
-                _megabytes(record["temp_nbytes"][_POOL]),
-                _megabytes(record["pool_committed_nbytes"]),
-                f"{record['memory_ratio']:.3f}",
-            )
+            (record["network"], record["size"], name, *_memory_of(record, name))
             for record in records
+            for name in (_ARRAYS, _POOL, _LASTING)
         ],
     )
+
+
+def _memory_of(record: Record, name: str) -> tuple[str, str, str]:
+    temp = _megabytes(record["temp_nbytes"][name])
+    if name == _ARRAYS:
+        return temp, "", "1"
+    committed = _megabytes(record["pool_committed_nbytes"][name])
+    return temp, committed, f"{record['memory_ratio'][name]:.3f}"
 
 
 def _time_table(records: Sequence[Record]) -> rich.table.Table:
     return make_table(
         "Time of a step",
         left=("Network", "Size"),
-        right=("Arrays: seconds", "Pool: s", "Pool / arrays", "Measuring / pool"),
+        right=(
+            "Arrays: seconds",
+            "Pool: s",
+            "Pool / arrays",
+            "Lasting only / arrays",
+            "Measuring / pool",
+        ),
         rows=[
             (
                 record["network"],
@@ -293,6 +321,7 @@ def _time_table(records: Sequence[Record]) -> rich.table.Table:
                 _spread(record["time"][_ARRAYS]["seconds"]),
                 _spread(record["time"][_POOL]["seconds"]),
                 _spread(record["time"][_POOL]["ratio"]),
+                _spread(record["time"][_LASTING]["ratio"]),
                 _spread(record["measuring_over_pool"]),
             )
             for record in records

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from dafjax._plan.brief import find_brief
 from dafjax._plan.planner import make_plan
 from dafjax._plan.recorder import current_recorder
 from dafjax._plan.segments import cut
@@ -123,7 +124,12 @@ def _with_rule(
             spares_bits=options.store.keeps_bits,
             nbits_beside=nbits_beside,
         )
-        plan = dataclasses.replace(plan, slices=frozenset(n + shift for n in slices))
+        plan = dataclasses.replace(
+            plan,
+            slices=frozenset(n + shift for n in slices),
+            # Of a body it waits while other iterations run.
+            brief=find_brief(plan) if iterations is None else frozenset(),
+        )
         if plan.compresses or options.policy.is_binding:
             if runs_again:
                 return RerunRule(plan, program, options, numbers)

@@ -75,6 +75,7 @@ class ProgramPlan:
         slices: The arguments that are slices of what a loop runs over: they are copied
             for each iteration, but no earlier than they are read.
         masks: For each mask that is made of a rectifier's result, that result.
+        brief: What is kept that waits only while the function needs little memory.
     """
 
     program: Program
@@ -85,6 +86,7 @@ class ProgramPlan:
     recomputed: Mapping[int, Equation]
     slices: frozenset[int] = frozenset()
     masks: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    brief: frozenset[int] = frozenset()
 
     @property
     def compresses(self) -> bool:

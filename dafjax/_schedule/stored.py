@@ -58,7 +58,13 @@ def codecs_in(
         else:
             reads.update(v for step in (first, *others) for v in step.unpacked)
     return {
-        value: store.codec(codec, site=site, reads=reads[value], num_parts=parts[value])
+        value: store.codec(
+            codec,
+            site=site,
+            reads=reads[value],
+            num_parts=parts[value],
+            is_brief=value in plan.brief,
+        )
         for value, site, codec, _ in _packed(plan)
     }
 
@@ -66,7 +72,12 @@ def codecs_in(
 def parts_in(store: AbstractStore, plan: ProgramPlan, most: int) -> Parts:
     """Returns in which parts a plan's values can be unpacked, at most so many."""
     codecs = {
-        value: store.codec(codec, site=site, num_parts=most_parts(like, most))
+        value: store.codec(
+            codec,
+            site=site,
+            num_parts=most_parts(like, most),
+            is_brief=value in plan.brief,
+        )
         for value, site, codec, like in _packed(plan)
     }
     return Parts(codecs, most)

@@ -28,7 +28,13 @@ class AbstractStore(abc.ABC):
 
     @abc.abstractmethod
     def codec(
-        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
+        self,
+        wanted: AbstractCodec,
+        *,
+        site: str,
+        reads: int = 0,
+        num_parts: int = 1,
+        is_brief: bool = False,
     ) -> AbstractCodec:
         """Returns the codec that a residual is packed with to wait here.
 
@@ -41,6 +47,8 @@ class AbstractStore(abc.ABC):
             reads: How often one backward pass decodes all of it; 0 if that is unknown.
             num_parts: In how many parts of its rows it may be decoded, where the codec
                 `packs_parts`.
+            is_brief: Whether it waits only while the function that it is of needs far
+                less memory than at its peak.
         """
 
     @abc.abstractmethod

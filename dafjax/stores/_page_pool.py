@@ -65,6 +65,7 @@ class PagePool(AbstractStore):
         growth: Growth = AdaptiveGrowth(),  # noqa: B008  (frozen)
         executions_in_flight: int = 1,
         backward_once: bool = False,
+        lasting_only: bool = False,
         packer: str = "auto",
         name: str | None = None,
     ) -> None:
@@ -83,6 +84,12 @@ class PagePool(AbstractStore):
                 program needs the pool of one. A second backward pass of the same
                 forward pass, as by calling a pullback twice, fails and says so. For
                 CPUs only.
+            lasting_only: Whether residuals that wait only while the function needs far
+                less memory than at its peak, as those of the late layers of a
+                convolutional network, are arrays of the program: XLA has memory for
+                them then, and a step needs less in all. They have the bits of their
+                codec, and count neither in the budget nor in a target. Wrap the loss:
+                there are none of a function with a large result.
             packer: Who packs residuals of programs on a GPU: `"gpu"`; `"cpu"`, which
                 packs what the GPU has quantized while that goes on, where both share
                 memory, as on a Jetson; or `"auto"`, the one with which executions take
@@ -104,10 +111,8 @@ class PagePool(AbstractStore):
                 f"`executions_in_flight` must be an integer from 1 to "
                 f"{_MOST_IN_FLIGHT}, but got {executions_in_flight!r}."
             )
-        if not isinstance(backward_once, bool):
-            raise TypeError(
-                f"`backward_once` must be True or False, but got `{backward_once!r}`."
-            )
+        _check_flag("backward_once", backward_once)
+        _check_flag("lasting_only", lasting_only)
         if packer not in _PACKERS:
             raise ValueError(
                 f"`packer` must be one of {', '.join(map(repr, _PACKERS))}, but got "
@@ -125,6 +130,7 @@ class PagePool(AbstractStore):
         self._target: Target | None = None
         self._growth = growth
         self._executions_in_flight = executions_in_flight
+        self._lasting_only = lasting_only
         self._pool: Any = make_pool(
             self._name,
             budget=None if budget is None else parse_nbytes("budget", budget),
@@ -209,9 +215,16 @@ class PagePool(AbstractStore):
         return pool_note(sensitivities, after, pool=self._hash, sites=sites)
 
     def codec(
-        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
+        self,
+        wanted: AbstractCodec,
+        *,
+        site: str,
+        reads: int = 0,
+        num_parts: int = 1,
+        is_brief: bool = False,
     ) -> AbstractCodec:
-        if not isinstance(wanted, Affine) or wanted.bits == 3:
+        stays = is_brief and self._lasting_only
+        if not isinstance(wanted, Affine) or wanted.bits == 3 or stays:
             return wanted
         number = pool_hash(site)
         self._sites[number] = site
@@ -298,6 +311,11 @@ class PagePool(AbstractStore):
         budget = self.budget
         shown = "None" if budget is None else f'"{readable(budget)}"'
         return f"PagePool({shown}, name={self._name!r})"
+
+
+def _check_flag(argument: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{argument}` must be True or False, but got `{value!r}`.")
 
 
 def _matches(name: str, pattern: str) -> bool:

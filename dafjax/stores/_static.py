@@ -17,7 +17,13 @@ class AbstractStaticStore(AbstractStore):
         return True
 
     def codec(
-        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
+        self,
+        wanted: AbstractCodec,
+        *,
+        site: str,
+        reads: int = 0,
+        num_parts: int = 1,
+        is_brief: bool = False,
     ) -> AbstractCodec:
         return wanted
 

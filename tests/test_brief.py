@@ -1,0 +1,198 @@
+"""What waits only while a function needs little memory, and pools that leave it out."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dafjax
+from dafjax._plan.recorder import record_plans
+from dafjax.stores import Arrays, PagePool
+from tests import networks
+from tests.helpers import relative_error, temp_nbytes
+
+
+BATCH, WIDE, NARROW = 256, 256, 128
+
+
+def narrowing(p, x):
+    """The last layers are half as wide as the first."""
+    for w in p:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def weights(key, *widths):
+    shapes = itertools.pairwise(widths)
+    return [
+        jax.random.normal(k, shape) / 16
+        for k, shape in zip(jax.random.split(key, len(widths) - 1), shapes, strict=True)
+    ]
+
+
+def gradient(store, loss=narrowing, **options):
+    return jax.jit(jax.grad(dafjax.remat_compress(loss, store=store, **options)))
+
+
+def kept_of(loss, p, x, **options):
+    """Returns width and briefness of residuals, in the order in which they are made."""
+    with record_plans() as recorder:
+        gradient(Arrays(), loss, **options).lower(p, x)
+    found = []
+    for plan in recorder.plans.values():
+        kept = {k.value: k.shape[-1] for k in plan.kept if k.codec is not None}
+        assert plan.brief <= set(kept)
+        found += [(width, v in plan.brief) for v, width in sorted(kept.items())]
+    return found
+
+
+def widths_of_brief(loss, p, x, **options):
+    """Returns the widths of brief residuals, in the order in which they are made."""
+    kept = kept_of(loss, p, x, **options)
+    assert kept
+    return [width for width, is_brief in kept if is_brief]
+
+
+@pytest.fixture
+def x(key):
+    return jax.random.normal(jax.random.fold_in(key, 1), (BATCH, WIDE))
+
+
+def test_late_small_residuals_are_brief(key, x):
+    p = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
+    assert widths_of_brief(narrowing, p, x) == [NARROW, NARROW]
+
+
+def test_early_small_residuals_wait_for_the_large_ones(key, x):
+    p = weights(key, WIDE, NARROW, NARROW, WIDE, WIDE)
+    assert widths_of_brief(narrowing, p, x) == []
+
+
+def test_of_residuals_of_one_size_none_are_brief(key, x):
+    p = weights(key, WIDE, WIDE, WIDE, WIDE)
+    assert widths_of_brief(narrowing, p, x) == []
+
+
+def test_together_they_take_no_more_than_half_of_the_largest_value(key, x):
+    p = weights(key, WIDE, WIDE, *[NARROW] * 12)
+    # A code of 8 bits takes a quarter of the value, and its block scales some more: of
+    # values half as large as the largest three, not four, fit.
+    assert widths_of_brief(narrowing, p, x, bits=8) == [NARROW] * 3
+    assert len(widths_of_brief(narrowing, p, x, bits=1)) == 12
+
+
+def test_what_is_read_after_a_large_cotangent_was_made_is_not_brief(key, x):
+    def two_branches(p, x):
+        wide = jnp.tanh(x @ p[0])
+        # The backward pass of the last branch, which runs first, makes the cotangent of
+        # `wide`.
+        first, last = jnp.tanh(wide @ p[1]), jnp.tanh(wide @ p[2])
+        return jnp.mean((first + last) ** 2)
+
+    p = [
+        *weights(key, WIDE, WIDE, NARROW),
+        *weights(jax.random.fold_in(key, 2), WIDE, NARROW),
+    ]
+    wide, first, last, both = kept_of(two_branches, p, x)
+    assert wide == (WIDE, False)
+    assert first == (NARROW, False)
+    assert last == both == (NARROW, True)
+
+
+def test_what_waits_while_something_large_is_made_without_a_gradient(key, x):
+    p = weights(key, WIDE, WIDE, NARROW, NARROW)
+
+    def distilled(p, x):
+        loss = narrowing(p, x)
+        teacher = jnp.sin(x @ jax.lax.stop_gradient(p[0]))
+        return loss * jnp.mean(jax.lax.stop_gradient(teacher))
+
+    assert widths_of_brief(narrowing, p, x) == [NARROW, NARROW]
+    assert widths_of_brief(distilled, p, x) == []
+
+
+def test_nothing_is_brief_in_the_body_of_a_loop(key, x):
+    p = weights(key, WIDE, WIDE, NARROW, NARROW)
+
+    def looped(p, xs):
+        return jax.lax.scan(lambda sum, x: (sum + narrowing(p, x), None), 0.0, xs)[0]
+
+    assert widths_of_brief(looped, p, jnp.stack([x, x, x])) == []
+
+
+def test_nothing_is_brief_beside_a_large_result(key, x):
+    p = weights(key, WIDE, WIDE, NARROW, NARROW)
+
+    def with_features(p, x):
+        return jnp.tanh(x @ p[0]), narrowing(p, x)
+
+    def outside(p, x):
+        features, loss = dafjax.remat_compress(with_features)(p, x)
+        return loss + jnp.sum(features**2)
+
+    with record_plans() as recorder:
+        jax.jit(jax.grad(outside)).lower(p, x)
+    (plan,) = recorder.plans.values()
+    assert plan.compresses
+    assert plan.brief == frozenset()
+
+
+def test_a_pool_of_lasting_residuals_leaves_the_others_in_arrays(key, x):
+    p = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
+    want = gradient(Arrays())(p, x)
+    with (
+        PagePool(name="all") as everything,
+        PagePool(name="lasting", lasting_only=True) as lasting,
+    ):
+        for pool, num_sites in [(everything, 4), (lasting, 2)]:
+            got = jax.block_until_ready(gradient(pool)(p, x))
+            assert len(pool.sites) == pool.stats().entries == num_sites
+            for ours, theirs in zip(got, want, strict=True):
+                assert relative_error(ours, theirs) < 1e-6
+        # What is not in the pool has the bits of its codec.
+        lasting.set_bits("*", 8)
+        got = gradient(lasting)(p, x)
+        assert relative_error(got[0], want[0]) > 1e-3
+
+
+def test_bits_of_lasting_residuals_are_given_out_anew(key, x):
+    p = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
+    with PagePool(name="given out", lasting_only=True) as pool:
+        step = gradient(pool, bits=dafjax.AverageBits(4))
+        for _ in range(3):
+            jax.block_until_ready(step(p, x))
+        stats = pool.stats()
+    assert len(stats.sites) == 2
+    assert stats.expected_variance > 0
+    assert max(site.bits_put for site in stats.sites.values()) >= 4
+
+
+def test_a_step_needs_less_in_all_than_with_a_pool_of_everything(key):
+    p, x = networks.conv_example(key, batch=128, depth=10)
+
+    def downsampling(p, x):
+        """The first two blocks of four times the pixels need the most memory."""
+        x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+        for block in p[:2]:
+            x = networks.conv_block(block, x)
+        return networks.conv_loss(p[2:], x[:, ::2, ::2])
+
+    temp, peak = {}, {}
+    for name, lasting_only in [("all", False), ("lasting", True)]:
+        with PagePool(name=f"{name}, images", lasting_only=lasting_only) as pool:
+            step = gradient(pool, downsampling)
+            temp[name] = temp_nbytes(step.lower(p, x))
+            jax.block_until_ready(step(p, x))
+            peak[name] = pool.stats().peak_nbytes
+    arrays = temp_nbytes(gradient(Arrays(), downsampling).lower(p, x))
+    assert peak["lasting"] < 0.7 * peak["all"]
+    # They wait in memory that is there for the first blocks.
+    assert temp["lasting"] < 1.005 * temp["all"]
+    assert temp["lasting"] + peak["lasting"] < 1.02 * arrays
+
+
+@pytest.mark.parametrize("option", ["lasting_only", "backward_once"])
+def test_options_that_are_no_flags_are_refused(option):
+    with pytest.raises(TypeError, match=f"`{option}` must be True or False"):
+        PagePool(**{option: 1})
