@@ -124,12 +124,10 @@ def _with_rule(
             spares_bits=options.store.keeps_bits,
             nbits_beside=nbits_beside,
         )
-        plan = dataclasses.replace(
-            plan,
-            slices=frozenset(n + shift for n in slices),
-            # Of a body it waits while other iterations run.
-            brief=find_brief(plan) if iterations is None else frozenset(),
-        )
+        plan = dataclasses.replace(plan, slices=frozenset(n + shift for n in slices))
+        # What waits of a body waits while other iterations run.
+        if iterations is None and not options.store.takes_brief:
+            plan = dataclasses.replace(plan, brief=find_brief(plan))
         if plan.compresses or options.policy.is_binding:
             if runs_again:
                 return RerunRule(plan, program, options, numbers)

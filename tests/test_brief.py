@@ -31,14 +31,18 @@ def weights(key, *widths):
     ]
 
 
+def lasting_only(name):
+    return PagePool(name=name, lasting_only=True)
+
+
 def gradient(store, loss=narrowing, **options):
     return jax.jit(jax.grad(dafjax.remat_compress(loss, store=store, **options)))
 
 
 def kept_of(loss, p, x, **options):
     """Returns width and briefness of residuals, in the order in which they are made."""
-    with record_plans() as recorder:
-        gradient(Arrays(), loss, **options).lower(p, x)
+    with lasting_only("kept of a loss") as pool, record_plans() as recorder:
+        gradient(pool, loss, **options).lower(p, x)
     found = []
     for plan in recorder.plans.values():
         kept = {k.value: k.shape[-1] for k in plan.kept if k.codec is not None}
@@ -111,6 +115,26 @@ def test_what_waits_while_something_large_is_made_without_a_gradient(key, x):
     assert widths_of_brief(narrowing, p, x) == [NARROW, NARROW]
     assert widths_of_brief(distilled, p, x) == []
 
+    def distilled_in_a_loop(p, x):
+        """The teacher is wider, and one row after another goes through it."""
+        loss = narrowing(p, x)
+        teacher = jnp.ones((WIDE, BATCH * WIDE))
+        means = jax.lax.map(lambda row: jnp.mean(jnp.sin(row @ teacher)), x)
+        return loss * jax.lax.stop_gradient(jnp.mean(means))
+
+    assert widths_of_brief(distilled_in_a_loop, p, x) == []
+
+
+def test_an_effect_makes_nothing(key, x):
+    p = weights(key, WIDE, WIDE, NARROW, NARROW)
+
+    def printing(p, x):
+        loss = narrowing(p, x)
+        jax.debug.print("{}", loss)
+        return loss
+
+    assert widths_of_brief(printing, p, x) == [NARROW, NARROW]
+
 
 def test_nothing_is_brief_in_the_body_of_a_loop(key, x):
     p = weights(key, WIDE, WIDE, NARROW, NARROW)
@@ -128,10 +152,10 @@ def test_nothing_is_brief_beside_a_large_result(key, x):
         return jnp.tanh(x @ p[0]), narrowing(p, x)
 
     def outside(p, x):
-        features, loss = dafjax.remat_compress(with_features)(p, x)
+        features, loss = dafjax.remat_compress(with_features, store=pool)(p, x)
         return loss + jnp.sum(features**2)
 
-    with record_plans() as recorder:
+    with lasting_only("beside features") as pool, record_plans() as recorder:
         jax.jit(jax.grad(outside)).lower(p, x)
     (plan,) = recorder.plans.values()
     assert plan.compresses
@@ -156,16 +180,14 @@ def test_a_pool_of_lasting_residuals_leaves_the_others_in_arrays(key, x):
         assert relative_error(got[0], want[0]) > 1e-3
 
 
-def test_bits_of_lasting_residuals_are_given_out_anew(key, x):
-    p = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
-    with PagePool(name="given out", lasting_only=True) as pool:
-        step = gradient(pool, bits=dafjax.AverageBits(4))
-        for _ in range(3):
-            jax.block_until_ready(step(p, x))
-        stats = pool.stats()
-    assert len(stats.sites) == 2
-    assert stats.expected_variance > 0
-    assert max(site.bits_put for site in stats.sites.values()) >= 4
+def test_a_target_is_refused(key, x):
+    message = "`target` must be None for a `PagePool.lasting_only=True.`"
+    with lasting_only("no target") as pool:
+        with pytest.raises(ValueError, match=message):
+            dafjax.remat_compress(narrowing, bits=dafjax.NoiseCeiling(0.1), store=pool)
+        with pytest.raises(ValueError, match=message):
+            pool.target = dafjax.AverageBits(2)
+        assert pool.target is None
 
 
 def test_a_step_needs_less_in_all_than_with_a_pool_of_everything(key):

@@ -90,10 +90,11 @@ def test_a_scan_over_wrapped_blocks_needs_a_fifth():
 
 @pytest.mark.parametrize("scheduler", [DEFAULT, slow(MEMORY_OPTIMIZED)])
 def test_a_further_layer_adds_what_the_plan_says(scheduler):
-    """Twice the layers add the bytes of the plan, and little else."""
+    """Half more layers add the bytes of the plan, and little else."""
     wrapped = dafjax.remat_compress(networks.conv_loss)
     nbytes, stored = [], []
-    for depth in (DEPTH, 2 * DEPTH):
+    # With fewer the peak is elsewhere.
+    for depth in (2 * DEPTH, 3 * DEPTH):
         arguments = example(depth)
         nbytes.append(gradient_nbytes(wrapped, *arguments, scheduler=scheduler))
         stored.append(dafjax.saved_residuals(wrapped, *arguments).stored_nbytes)
@@ -259,13 +260,18 @@ def test_a_resnet_needs_a_fifth():
     assert resnet_nbytes(bits=2) < 0.3 * resnet_nbytes()
 
 
-def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once():
-    got = resnet_nbytes(bits=2, partial=False)
-    assert got > 1.02 * resnet_nbytes(bits=2)
-
-
 def run_whole(monkeypatch):
     monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
+
+
+@pytest.mark.slow
+def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once(monkeypatch):
+    """Where they are unpacked as a whole."""
+    run_whole(monkeypatch)
+    tied, untied = (
+        resnet_nbytes.__wrapped__(bits=2, partial=partial) for partial in (True, False)
+    )
+    assert untied > 1.1 * tied
 
 
 @pytest.mark.slow

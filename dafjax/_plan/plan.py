@@ -75,7 +75,8 @@ class ProgramPlan:
         slices: The arguments that are slices of what a loop runs over: they are copied
             for each iteration, but no earlier than they are read.
         masks: For each mask that is made of a rectifier's result, that result.
-        brief: What is kept that waits only while the function needs little memory.
+        brief: What the store leaves in arrays of what is kept in codes, for it waits
+            only while the function needs little memory.
     """
 
     program: Program

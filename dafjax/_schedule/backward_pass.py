@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.importance import Probe
-from dafjax._schedule.loops import can_be_divided, run_loop
+from dafjax._schedule.loops import run_loop
 from dafjax._schedule.not_before import can_be_tied, not_before
 from dafjax._schedule.steps import Division, Loop, Step, Unpacking
 from dafjax._schedule.stored import MeasuredHandle, codecs_in
@@ -80,9 +80,7 @@ class _RunningBackward:
         self._waiting = waiting
         # What is taken from the store and through a tie, to be unpacked in parts.
         self._taken: dict[int, ArrayTree] = {}
-        leaves = jax.tree.leaves((arguments, stored, cotangents))
-        self._divides = ties.partial and ties.cotangent and can_be_divided(leaves)
-        self._codecs = codecs_in(store, plan, schedule, divides=self._divides)
+        self._codecs = codecs_in(store, plan, schedule)
         self._env: dict[int, Any] = {}
         # XLA cannot make it again of what it was made of.
         self._of_loops: set[int] = set()
@@ -104,7 +102,7 @@ class _RunningBackward:
         if stretch[0].begins:
             self._begin(stretch[0])
         division = stretch[0].division
-        if division is not None and self._divides:
+        if division is not None:
             self._take(division)
             at_hand = self._at_hand(v for step in stretch for v in step.delayed)
             for loop in division.loops:

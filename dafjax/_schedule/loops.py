@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, final
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 
 from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
@@ -206,21 +205,6 @@ class _RunningLoop:
             return self._divided(self._env[replaced])
         aval = self._avals[value]
         return self._divided(self._zeros(aval.shape, aval.dtype))
-
-
-def can_be_divided(arrays: Iterable[Array]) -> bool:
-    """Returns whether parts of arrays can be taken, which devices may share.
-
-    Not on meshes with explicit axes, and not in `shard_map`.
-    """
-    return not any(map(_is_divided, arrays))
-
-
-def _is_divided(x: Array) -> bool:
-    """Returns whether the type of an array says how devices share it."""
-    aval: Any = jax.typeof(x)
-    axes = aval.sharding.mesh.axis_types
-    return AxisType.Explicit in axes or bool(getattr(aval, "vma", None))
 
 
 def _sum_dtype(dtype: Any) -> Any:

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import final
+from collections.abc import Iterable, Mapping
+from typing import Any, final
 
 import jax
+from jax.sharding import AxisType
 
 from dafjax._typing import Like
 from dafjax.codecs import AbstractCodec
@@ -56,6 +57,16 @@ def most_parts(like: Like, most: int) -> int:
     """
     counts = range(most, 1, -1)
     return next((count for count in counts if _can_have_parts(like, count)), 1)
+
+
+def are_shared_by_type(avals: Iterable[Any]) -> bool:
+    """Returns whether types of arrays say how devices share them.
+
+    So they do on meshes with explicit axes and in `shard_map`. Then parts would have
+    types of their own.
+    """
+    types = {t for aval in avals for t in aval.sharding.mesh.axis_types}
+    return not types.isdisjoint({AxisType.Explicit, AxisType.Manual})
 
 
 def _can_have_parts(like: Like, count: int) -> bool:

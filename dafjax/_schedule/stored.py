@@ -9,7 +9,7 @@ import jax
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._plan.sites import site_names
-from dafjax._schedule.parts import Parts, most_parts
+from dafjax._schedule.parts import Parts, are_shared_by_type, most_parts
 from dafjax._schedule.steps import Step
 from dafjax._schedule.stretches import stretches_of
 from dafjax._typing import ArrayTree
@@ -31,11 +31,7 @@ class MeasuredHandle(NamedTuple):
 
 
 def codecs_in(
-    store: AbstractStore,
-    plan: ProgramPlan,
-    schedule: Sequence[Step] = (),
-    *,
-    divides: bool = True,
+    store: AbstractStore, plan: ProgramPlan, schedule: Sequence[Step] = ()
 ) -> dict[int, AbstractCodec]:
     """Returns what each of a plan's values is packed with in a store.
 
@@ -44,40 +40,33 @@ def codecs_in(
         plan: What is kept.
         schedule: The steps of the backward pass, by which values are unpacked whole or
             in parts; none if it starts with all of them.
-        divides: Whether they are unpacked in parts where that is scheduled.
     """
     reads: collections.Counter[int] = collections.Counter()
     parts: collections.defaultdict[int, int] = collections.defaultdict(lambda: 1)
     for first, *others in stretches_of(schedule):
         division = first.division
-        if division is not None:
-            for value in division.unpacked:
-                parts[value] = math.lcm(parts[value], division.num_parts)
-        if division is not None and divides:
-            reads.update(division.unpacked_in_all)
-        else:
+        if division is None:
             reads.update(v for step in (first, *others) for v in step.unpacked)
+            continue
+        reads.update(division.unpacked_in_all)
+        for value in division.unpacked:
+            parts[value] = math.lcm(parts[value], division.num_parts)
     return {
-        value: store.codec(
-            codec,
-            site=site,
-            reads=reads[value],
-            num_parts=parts[value],
-            is_brief=value in plan.brief,
-        )
+        value: codec
+        if value in plan.brief
+        else store.codec(codec, site=site, reads=reads[value], num_parts=parts[value])
         for value, site, codec, _ in _packed(plan)
     }
 
 
 def parts_in(store: AbstractStore, plan: ProgramPlan, most: int) -> Parts:
     """Returns in which parts a plan's values can be unpacked, at most so many."""
+    if are_shared_by_type(plan.program.avals):
+        most = 1
     codecs = {
-        value: store.codec(
-            codec,
-            site=site,
-            num_parts=most_parts(like, most),
-            is_brief=value in plan.brief,
-        )
+        value: codec
+        if value in plan.brief
+        else store.codec(codec, site=site, num_parts=most_parts(like, most))
         for value, site, codec, like in _packed(plan)
     }
     return Parts(codecs, most)

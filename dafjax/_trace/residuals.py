@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dafjax._trace.bounded_exp import name_bounded
 from dafjax._trace.equation import Atom, Equation, renumber, values_of
 from dafjax._trace.graph import flatten, live_equations
-from dafjax._trace.tracing import ClosedJaxpr, as_function
+from dafjax._trace.tracing import ClosedJaxpr, as_function, nbytes_of
 
 
 _SMALL_NBYTES = 16 * 1024
@@ -65,8 +65,7 @@ class Program:
 
     def nbytes(self, value: int) -> int:
         """Returns the bytes of a value; 0 for dtypes without a size, such as keys."""
-        aval = self.avals[value]
-        return aval.size * getattr(aval.dtype, "itemsize", 0)
+        return nbytes_of(self.avals[value])
 
     def is_large(self, value: int) -> bool:
         """Returns whether it matters when a value is there, by its bytes."""

@@ -1,6 +1,7 @@
 """Functions as programs: tracing them, and what a whole program contains."""
 
 import collections
+import math
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -57,6 +58,24 @@ def trace_context() -> Any:
 def is_tracing() -> bool:
     """Returns whether a transformation of JAX is under way."""
     return not trace_state_clean()
+
+
+def largest_nbytes(jaxpr: jex_core.Jaxpr) -> int:
+    """Returns the bytes of the largest value that a program makes, at whatever depth.
+
+    0 if it makes none.
+    """
+    largest = 0
+    for eqn in jaxpr.eqns:
+        made = (nbytes_of(var.aval) for var in eqn.outvars)
+        bodies = map(largest_nbytes, jaxprs_in_params(eqn.params))
+        largest = max((largest, *made, *bodies))
+    return largest
+
+
+def nbytes_of(aval: Any) -> int:
+    """Returns the bytes of an array; 0 for dtypes without a size, such as keys."""
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
 
 
 def count_calls(closed: ClosedJaxpr) -> collections.Counter[str]:

@@ -26,15 +26,17 @@ class AbstractStore(abc.ABC):
         """Whether codes have the bits that were planned, and none are taken away."""
         return False
 
+    @property
+    def takes_brief(self) -> bool:
+        """Whether it takes what waits only while little memory is needed.
+
+        If not, such residuals are arrays of the program.
+        """
+        return True
+
     @abc.abstractmethod
     def codec(
-        self,
-        wanted: AbstractCodec,
-        *,
-        site: str,
-        reads: int = 0,
-        num_parts: int = 1,
-        is_brief: bool = False,
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
     ) -> AbstractCodec:
         """Returns the codec that a residual is packed with to wait here.
 
@@ -47,8 +49,6 @@ class AbstractStore(abc.ABC):
             reads: How often one backward pass decodes all of it; 0 if that is unknown.
             num_parts: In how many parts of its rows it may be decoded, where the codec
                 `packs_parts`.
-            is_brief: Whether it waits only while the function that it is of needs far
-                less memory than at its peak.
         """
 
     @abc.abstractmethod

@@ -129,17 +129,9 @@ class Adaptive(AbstractStore):
         return dataclasses.replace(self, target=target)
 
     def codec(
-        self,
-        wanted: AbstractCodec,
-        *,
-        site: str,
-        reads: int = 0,
-        num_parts: int = 1,
-        is_brief: bool = False,
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
     ) -> AbstractCodec:
-        codec = self.store.codec(
-            wanted, site=site, reads=reads, num_parts=num_parts, is_brief=is_brief
-        )
+        codec = self.store.codec(wanted, site=site, reads=reads, num_parts=num_parts)
         if not isinstance(codec, Affine) or codec.bits not in _LADDER:
             return codec
         allocated = self._in_force().bits.get(site_number(site, self.target))

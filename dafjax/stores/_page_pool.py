@@ -88,8 +88,10 @@ class PagePool(AbstractStore):
                 less memory than at its peak, as those of the late layers of a
                 convolutional network, are arrays of the program: XLA has memory for
                 them then, and a step needs less in all. They have the bits of their
-                codec, and count neither in the budget nor in a target. Wrap the loss:
-                there are none of a function with a large result.
+                codec, are not counted in the budget, and there can be no target. Wrap
+                the loss, and run it once for each backward pass: there are none of a
+                function with a large result or in a loop inside of it; in a loop round
+                it that is differentiated they are stacked.
             packer: Who packs residuals of programs on a GPU: `"gpu"`; `"cpu"`, which
                 packs what the GPU has quantized while that goes on, where both share
                 memory, as on a Jetson; or `"auto"`, the one with which executions take
@@ -169,6 +171,7 @@ class PagePool(AbstractStore):
         May be set at any time, and holds from the next execution on that puts anything.
         Only programs that were traced while there was a target measure what allocation
         needs to know: `dafjax.remat_compress(bits=dafjax.AverageBits(...))` sets it.
+        Always None with `lasting_only`.
         """
         return self._target
 
@@ -181,8 +184,19 @@ class PagePool(AbstractStore):
                 "`target` must be `dafjax.AverageBits(...)`, `dafjax.Budget(...)`, "
                 f"`dafjax.NoiseCeiling(...)` or None, but got `{target!r}`."
             )
+        if target is not None and self._lasting_only:
+            raise ValueError(
+                f"`target` must be None for a `PagePool(lasting_only=True)`, but got "
+                f"`{target!r}`: what that leaves in arrays has fixed bits, and its "
+                "noise is not measured. Make the pool without `lasting_only`, or give "
+                "`bits` as a number."
+            )
         self._target = target
         self._pool.set_target(*as_number(target))
+
+    @property
+    def takes_brief(self) -> bool:
+        return not self._lasting_only
 
     def allocate_for(self, target: Target) -> "PagePool":
         if self._target is not None and self._target != target:
@@ -215,16 +229,9 @@ class PagePool(AbstractStore):
         return pool_note(sensitivities, after, pool=self._hash, sites=sites)
 
     def codec(
-        self,
-        wanted: AbstractCodec,
-        *,
-        site: str,
-        reads: int = 0,
-        num_parts: int = 1,
-        is_brief: bool = False,
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
     ) -> AbstractCodec:
-        stays = is_brief and self._lasting_only
-        if not isinstance(wanted, Affine) or wanted.bits == 3 or stays:
+        if not isinstance(wanted, Affine) or wanted.bits == 3:
             return wanted
         number = pool_hash(site)
         self._sites[number] = site

@@ -17,13 +17,7 @@ class AbstractStaticStore(AbstractStore):
         return True
 
     def codec(
-        self,
-        wanted: AbstractCodec,
-        *,
-        site: str,
-        reads: int = 0,
-        num_parts: int = 1,
-        is_brief: bool = False,
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
     ) -> AbstractCodec:
         return wanted
 
