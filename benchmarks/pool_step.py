@@ -1,11 +1,11 @@
 """Memory and time of a step with residuals in a page pool, against arrays.
 
-Both keep the same residuals with the same bits: their gradients are equal, bit for bit
-where the backward pass runs whole. Where it runs in parts, a pool adds up other parts,
-and gradients are equal but for float rounding. A pool whose program also measures how
-important residuals are, as where bits are allocated, keeps the same, too: what that
-costs is measured against the pool without. A pool of what lasts leaves in arrays what
-waits only while the step needs little memory.
+With each store it keeps the same residuals with the same bits: gradients are equal, bit
+for bit where the backward pass runs whole. Where it runs in parts, a pool adds up other
+parts, and gradients are equal but for float rounding. A pool whose program also
+measures how important residuals are, as where bits are allocated, keeps the same, too:
+what that costs is measured against the pool without. A pool of what lasts leaves in
+arrays what waits only while the step needs little memory.
 
 Examples:
     python -m benchmarks.pool_step

@@ -1,5 +1,6 @@
 """What waits only while a function needs little memory, and pools that leave it out."""
 
+import functools
 import itertools
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 import dafjax
 from dafjax._plan.recorder import record_plans
+from dafjax.codecs import PackedAffine
 from dafjax.stores import Arrays, PagePool
 from tests import networks
 from tests.helpers import relative_error, temp_nbytes
@@ -117,12 +119,69 @@ def test_what_waits_while_something_large_is_made_without_a_gradient(key, x):
 
     def distilled_in_a_loop(p, x):
         """The teacher is wider, and one row after another goes through it."""
-        loss = narrowing(p, x)
         teacher = jnp.ones((WIDE, BATCH * WIDE))
+        loss = narrowing(p, x)
         means = jax.lax.map(lambda row: jnp.mean(jnp.sin(row @ teacher)), x)
         return loss * jax.lax.stop_gradient(jnp.mean(means))
 
     assert widths_of_brief(distilled_in_a_loop, p, x) == []
+
+
+def test_what_is_cheap_or_in_a_loop_is_not_the_largest_value(key, x):
+    """It may never be there as a whole."""
+    p = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
+
+    def of_repeated(p, x):
+        return narrowing(p, jnp.mean(jnp.tile(x, (8, 1, 1)), axis=0))
+
+    def of_scaled(p, x):
+        """A product four times as large, in each iteration, gives a number."""
+        weights = jnp.ones((2, WIDE, 4 * WIDE))
+        scales = jax.lax.map(lambda w: jnp.mean(jnp.abs(x @ w)), weights)
+        return narrowing(p, x * jax.lax.stop_gradient(jnp.mean(scales)))
+
+    for loss in (of_repeated, of_scaled):
+        assert widths_of_brief(loss, p, x) == [NARROW, NARROW]
+
+
+@pytest.mark.parametrize("reads_wide_first", [False, True])
+def test_what_is_read_after_a_large_value_was_restored_is_not_brief(
+    key, x, reads_wide_first
+):
+    frozen, *p = weights(key, WIDE, WIDE, NARROW, NARROW)
+
+    def loss(q, x):
+        p, small = q
+        wide = jnp.tanh(x @ frozen)
+        loss = narrowing(p, wide)
+        # What the forward pass reads last the backward pass reads first.
+        return loss + (jnp.mean(wide @ small) if reads_wide_first else jnp.sum(small))
+
+    found = widths_of_brief(loss, (p, jnp.ones((WIDE, 1))), x)
+    assert found == ([] if reads_wide_first else [NARROW, NARROW])
+
+
+def test_what_a_gradient_itself_is_made_of_is_read_last(key, x):
+    """After all that the backward pass makes, and so beside the largest of it."""
+
+    @jax.custom_vjp
+    def scaled(w, x):
+        return jnp.sum(w * x)
+
+    scaled.defvjp(
+        lambda w, x: (jnp.sum(w * x), x), lambda x, cotangent: (x, jnp.zeros_like(x))
+    )
+
+    def loss(p, x):
+        *p, w = p
+        for v in p:
+            x = jnp.tanh(x @ v)
+        return jnp.mean(x**2) + scaled(w, x)
+
+    p = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
+    assert widths_of_brief(narrowing, p, x) == [NARROW, NARROW]
+    p.append(jnp.zeros((BATCH, NARROW)))
+    assert widths_of_brief(loss, p, x) == [NARROW]
 
 
 def test_an_effect_makes_nothing(key, x):
@@ -162,6 +221,48 @@ def test_nothing_is_brief_beside_a_large_result(key, x):
     assert plan.brief == frozenset()
 
 
+def test_results_count_together_and_arguments_do_not(key, x):
+    p = weights(key, WIDE, WIDE, NARROW, *[NARROW // 2] * 3)
+
+    def with_narrow(p, x, num_results):
+        results = [x]
+        for w in p:
+            x = jnp.tanh(x @ w)
+            results.append(x)
+        return jnp.mean(x**2), results[-num_results:]
+
+    def with_argument(p, x):
+        return narrowing(p, x), x
+
+    def num_brief(loss, *arguments):
+        with lasting_only("results") as pool, record_plans() as recorder:
+            wrapped = dafjax.remat_compress(loss, store=pool)
+            jax.jit(jax.grad(wrapped, has_aux=True)).lower(p, *arguments)
+        (plan,) = recorder.plans.values()
+        return len(plan.brief)
+
+    assert num_brief(with_argument, x) == 4
+    assert num_brief(functools.partial(with_narrow, num_results=1), x) > 0
+    assert num_brief(functools.partial(with_narrow, num_results=3), x) == 0
+
+
+def test_a_store_that_does_not_take_them_never_sees_them(key, x, monkeypatch):
+    p = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
+    seen = {"put": [], "get": []}
+    for name, values in seen.items():
+        monkeypatch.setattr(
+            PagePool, name, lambda self, x, to=values: to.append(x) or x
+        )
+    for lasting_only in (False, True):
+        with PagePool(lasting_only=lasting_only) as pool:
+            gradient(pool).lower(p, x)
+        assert len(seen["put"]) == (2 if lasting_only else 4)
+        for values in seen.values():
+            assert values
+            assert not any(isinstance(packed, PackedAffine) for packed in values)
+            values.clear()
+
+
 def test_a_pool_of_lasting_residuals_leaves_the_others_in_arrays(key, x):
     p = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
     want = gradient(Arrays())(p, x)
@@ -175,17 +276,34 @@ def test_a_pool_of_lasting_residuals_leaves_the_others_in_arrays(key, x):
             for ours, theirs in zip(got, want, strict=True):
                 assert relative_error(ours, theirs) < 1e-6
         # What is not in the pool has the bits of its codec.
-        lasting.set_bits("*", 8)
-        got = gradient(lasting)(p, x)
-        assert relative_error(got[0], want[0]) > 1e-3
+        for pool in (everything, lasting):
+            pool.set_bits("*", 8)
+            got = gradient(pool)(p, x)
+            assert relative_error(got[0], want[0]) > 1e-3
+            unchanged = relative_error(got[-1], want[-1]) < 1e-6
+            assert unchanged is (pool is lasting)
+
+
+def test_where_all_are_brief_the_pool_has_no_sites(key, x):
+    *rest, last = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
+
+    def loss(last, x):
+        return narrowing([*map(jax.lax.stop_gradient, rest), last], x)
+
+    with lasting_only("empty") as pool:
+        assert "lasting_only=True" in repr(pool)
+        jax.block_until_ready(gradient(pool, loss)(last, x))
+        assert pool.sites == ()
+        with pytest.raises(ValueError, match=r"lasting_only.*is not among them"):
+            pool.set_bits("*", 8)
 
 
 def test_a_target_is_refused(key, x):
-    message = "`target` must be None for a `PagePool.lasting_only=True.`"
+    reason = r".*a `PagePool\(lasting_only=True\)` leaves in arrays has fixed bits"
     with lasting_only("no target") as pool:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"remat_compress\(bits=Noise" + reason):
             dafjax.remat_compress(narrowing, bits=dafjax.NoiseCeiling(0.1), store=pool)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="`target` must be None" + reason):
             pool.target = dafjax.AverageBits(2)
         assert pool.target is None
 

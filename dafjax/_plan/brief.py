@@ -6,7 +6,8 @@ after the early ones have run and is read before their cotangents are made: it w
 memory that is there for the early layers. Anywhere else it would cost its bytes.
 """
 
-from collections.abc import Container, Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._trace.equation import values_of
@@ -23,8 +24,8 @@ _FAR_LESS = 1 / 2
 def find_brief(plan: ProgramPlan) -> frozenset[int]:
     """Returns the residuals in inexact codes beside which no large value is made.
 
-    None of a function with a large result: what it is for may need much memory before
-    the backward pass begins.
+    None of a function whose results, arguments left out, are together as large: what
+    they are for may need much memory before the backward pass begins.
 
     Args:
         plan: What is kept of a function whose backward pass follows its forward pass,
@@ -36,6 +37,7 @@ def find_brief(plan: ProgramPlan) -> frozenset[int]:
         for item in plan.kept
         if item.codec is not None and not item.codec.is_exact
     }
+    read_beside = _largest_until_last_read(plan)
     results = values_of(program.results)
     forward = live_equations(
         program.forward, (*results, *(item.value for item in plan.kept))
@@ -46,15 +48,15 @@ def find_brief(plan: ProgramPlan) -> frozenset[int]:
         (program.nbytes(v) for eqn in expensive for v in eqn.outputs), default=0
     )
     most = int(largest * _FAR_LESS)
-    if any(program.nbytes(v) > most for v in results):
+    made = {v for v in results if v >= program.num_arguments}
+    if sum(map(program.nbytes, made)) > most:
         return frozenset()
-    read_beside = _largest_until_last_read(plan, kept)
     brief = set()
     beside = taken = 0
     for eqn in reversed(forward):
         for value in kept.keys() & eqn.outputs:
             nbytes = kept[value].stored_nbytes
-            is_brief = max(beside, read_beside.get(value, 0)) <= most
+            is_brief = max(beside, read_beside[value]) <= most
             if is_brief and taken + nbytes <= most:
                 brief.add(value)
                 taken += nbytes
@@ -62,30 +64,46 @@ def find_brief(plan: ProgramPlan) -> frozenset[int]:
     return frozenset(brief)
 
 
-def _largest_until_last_read(plan: ProgramPlan, kept: Container[int]) -> dict[int, int]:
-    """Returns, for each residual in codes, the bytes of what the backward pass makes.
+def _largest_until_last_read(plan: ProgramPlan) -> dict[int, int]:
+    """Returns, for each value that is restored, the bytes of what is made by then.
 
-    Those of the largest value that is computed, or restored, by then.
+    Those of the largest value that the backward pass has computed, or restored, when it
+    reads the value for the last time.
     """
-    found = {}
-    largest = 0
-    for eqn in plan.program.backward:
-        restored = _restored(plan, eqn.input_values)
-        nbytes = map(plan.program.nbytes, restored)
-        largest = max((largest, largest_nbytes(eqn.jaxpr), *nbytes))
-        found.update((v, largest) for v in restored if v in kept)
+    program = plan.program
+    gradients = values_of(program.gradients)
+    reads = [*(eqn.input_values for eqn in program.backward), gradients]
+    made = [*(largest_nbytes(eqn.jaxpr) for eqn in program.backward), 0]
+    restored = _restored_first(plan, reads)
+    of_each = (
+        max((nbytes, *map(program.nbytes, new)))
+        for nbytes, new in zip(made, restored, strict=True)
+    )
+    largest = list(itertools.accumulate(of_each, max))
+    found: dict[int, int] = {}
+    # What is restored first in the reverse order is read there for the last time.
+    last_reads = _restored_first(plan, reversed(reads))
+    for nbytes, new in zip(reversed(largest), last_reads, strict=True):
+        found.update(dict.fromkeys(new, nbytes))
     return found
 
 
-def _restored(plan: ProgramPlan, wanted: Iterable[int]) -> set[int]:
-    """Returns what is unpacked and recomputed for some values to be there."""
+def _restored_first(
+    plan: ProgramPlan, reads: Iterable[Iterable[int]]
+) -> Iterator[list[int]]:
+    """Yields what is unpacked or recomputed for each read, and was for none before."""
     in_codes = {item.value for item in plan.kept if item.codec is not None}
-    found: set[int] = set()
-    stack = list(wanted)
-    while stack:
-        value = stack.pop()
-        if value not in found and (value in in_codes or value in plan.recomputed):
-            found.add(value)
-            if value not in in_codes:
+    known: set[int] = set()
+    for wanted in reads:
+        new = []
+        stack = list(wanted)
+        while stack:
+            value = stack.pop()
+            is_packed = value in in_codes
+            if value in known or not (is_packed or value in plan.recomputed):
+                continue
+            known.add(value)
+            new.append(value)
+            if not is_packed:
                 stack.extend(plan.recomputed[value].input_values)
-    return found
+        yield new

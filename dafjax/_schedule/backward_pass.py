@@ -183,7 +183,8 @@ class _RunningBackward:
     def _packed(self, value: int) -> ArrayTree:
         if value in self._taken:
             return self._taken[value]
-        return self._store.get(self._waiting[value])
+        waiting = self._waiting[value]
+        return waiting if value in self._plan.brief else self._store.get(waiting)
 
     def _run_whole(
         self, pieces: Iterable[Unpacking | Equation], at_hand: Mapping[int, Any]

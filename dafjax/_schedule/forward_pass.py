@@ -122,7 +122,8 @@ class _RunningForward:
         else:
             self._pending.extend(leaves)
         packed, noise = jax.tree.unflatten(structure, leaves)
-        handle = self._store.put(packed)
+        is_brief = value in self._plan.brief
+        handle = packed if is_brief else self._store.put(packed)
         self._stored[value] = handle if noise is None else MeasuredHandle(handle, noise)
 
     def run(self, now: int, equation: Equation) -> None:

@@ -30,7 +30,7 @@ class AbstractStore(abc.ABC):
     def takes_brief(self) -> bool:
         """Whether it takes what waits only while little memory is needed.
 
-        If not, such residuals are arrays of the program.
+        If not, such residuals are arrays of the program, which the store never sees.
         """
         return True
 

@@ -125,6 +125,10 @@ class Adaptive(AbstractStore):
     store: AbstractStore
     target: Target
 
+    @property
+    def takes_brief(self) -> bool:
+        return self.store.takes_brief
+
     def allocate_for(self, target: Target) -> "Adaptive":
         return dataclasses.replace(self, target=target)
 

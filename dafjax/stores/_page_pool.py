@@ -37,7 +37,8 @@ class PagePool(AbstractStore):
     or one for each of the parts in which the backward pass reads them. They have the
     bits of their codec, unless others are set (`set_bits`) or allocated (`target`):
     then 8 at most. All others (bit masks, the places of maxima, what is kept as it is,
-    codes of 3 bits) are ordinary arrays of the program, as in `Arrays()`. Programs that
+    codes of 3 bits, and what `lasting_only` leaves out) are ordinary arrays of the
+    program, as in `Arrays()`; `sites` names those that are in the pool. Programs that
     XLA divides among devices are refused, and so are other platforms than CPUs and,
     where dafjax was built with CUDA, NVIDIA GPUs.
 
@@ -90,8 +91,9 @@ class PagePool(AbstractStore):
                 them then, and a step needs less in all. They have the bits of their
                 codec, are not counted in the budget, and there can be no target. Wrap
                 the loss, and run it once for each backward pass: there are none of a
-                function with a large result or in a loop inside of it; in a loop round
-                it that is differentiated they are stacked.
+                function whose results are together more than half as large as the
+                largest value in it, or in a loop inside of it; in a loop round it that
+                is differentiated they are stacked.
             packer: Who packs residuals of programs on a GPU: `"gpu"`; `"cpu"`, which
                 packs what the GPU has quantized while that goes on, where both share
                 memory, as on a Jetson; or `"auto"`, the one with which executions take
@@ -186,10 +188,8 @@ class PagePool(AbstractStore):
             )
         if target is not None and self._lasting_only:
             raise ValueError(
-                f"`target` must be None for a `PagePool(lasting_only=True)`, but got "
-                f"`{target!r}`: what that leaves in arrays has fixed bits, and its "
-                "noise is not measured. Make the pool without `lasting_only`, or give "
-                "`bits` as a number."
+                f"`target` must be None here, but got `{target!r}`: {_FIXED_BITS} Make "
+                "the pool without `lasting_only`."
             )
         self._target = target
         self._pool.set_target(*as_number(target))
@@ -199,6 +199,11 @@ class PagePool(AbstractStore):
         return not self._lasting_only
 
     def allocate_for(self, target: Target) -> "PagePool":
+        if self._lasting_only:
+            raise ValueError(
+                f"`remat_compress(bits={target!r}, store=...)`: {_FIXED_BITS} Give "
+                "`bits` as a number, or make the pool without `lasting_only`."
+            )
         if self._target is not None and self._target != target:
             raise ValueError(
                 f"`remat_compress(bits={target!r}, store=...)`: the pool allocates for "
@@ -270,7 +275,8 @@ class PagePool(AbstractStore):
             raise ValueError(
                 f"`sites` must be the name of a residual that a program puts into this "
                 f"pool, or a pattern for some, but got {sites!r}. There are {known}; "
-                "they are known when the program has been traced."
+                "they are known when the program has been traced, and what "
+                "`lasting_only` leaves in arrays is not among them."
             )
         for number in found:
             self._pool.set_bits(number, bits or 0)
@@ -317,7 +323,8 @@ class PagePool(AbstractStore):
     def __repr__(self) -> str:
         budget = self.budget
         shown = "None" if budget is None else f'"{readable(budget)}"'
-        return f"PagePool({shown}, name={self._name!r})"
+        lasting_only = ", lasting_only=True" if self._lasting_only else ""
+        return f"PagePool({shown}{lasting_only}, name={self._name!r})"
 
 
 def _check_flag(argument: str, value: object) -> None:
@@ -329,6 +336,10 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
+_FIXED_BITS = (
+    "what a `PagePool(lasting_only=True)` leaves in arrays has fixed bits, and its "
+    "noise is not measured."
+)
 _MOST_IN_FLIGHT = 64
 _PACKERS = ("auto", "gpu", "cpu")
 _NUMBERS = itertools.count()
