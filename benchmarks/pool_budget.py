@@ -25,6 +25,7 @@ import numpy as np
 import rich.table
 import tyro
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 import dafjax
 from benchmarks.environment import RESULTS, describe_environment, write_result
@@ -324,7 +325,9 @@ def plot(records: dict[str, Record], path: pathlib.Path) -> None:
             (row[0], "errors", "Error of the gradient / its norm"),
             (row[1], "loss_gaps", "Error of the loss"),
         ):
-            for way, settings in record["ways"].items():
+            # They mostly coincide.
+            for way, style in zip(WAYS, ("-", "--"), strict=True):
+                settings = record["ways"][way]
                 table = np.array([r[samples] for r in settings])
                 if table.shape[1] < 2:
                     continue
@@ -333,11 +336,15 @@ def plot(records: dict[str, Record], path: pathlib.Path) -> None:
                     table.mean(axis=1),
                     yerr=np.std(table, axis=1, ddof=1) / table.shape[1] ** 0.5,
                     label=way,
+                    linestyle=style,
                     linewidth=1.2,
                     capsize=2,
                 )
                 axis.legend()
             axis.set(xscale="log", yscale="log", xlabel="Budget (MB)", ylabel=label)
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("")
             axis.set_title(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
