@@ -15,6 +15,7 @@ from benchmarks.methods import make_method
 from benchmarks.mlp import Workload
 from dafjax import _remat_compress
 from dafjax._native import _cuda_library, pin, tie
+from dafjax._schedule import stretches
 from dafjax._schedule.ties import Ties
 from tests import networks
 
@@ -42,6 +43,8 @@ def compiled(method, device=HERE, *, layers=16, ties=True, library=True):
         if not ties:
             none = Ties(**{name: False for name in Ties.__dataclass_fields__})
             monkeypatch.setattr(_remat_compress, "Ties", lambda: none)
+            # Loops over parts run one after another by themselves.
+            monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
         if not library:
             monkeypatch.setattr(_cuda_library, "register", lambda: False)
         return workload.compile(sharding=one_device(GPUS[device]))
