@@ -272,11 +272,13 @@ class PagePool(AbstractStore):
         found = [n for n, name in self._sites.items() if _matches(name, sites)]
         if not found:
             known = ", ".join(repr(name) for name in self._sites) or "none yet"
+            left_out = ""
+            if self._lasting_only:
+                left_out = " What `lasting_only` leaves in arrays is not among them."
             raise ValueError(
                 f"`sites` must be the name of a residual that a program puts into this "
                 f"pool, or a pattern for some, but got {sites!r}. There are {known}; "
-                "they are known when the program has been traced, and what "
-                "`lasting_only` leaves in arrays is not among them."
+                f"they are known when the program has been traced.{left_out}"
             )
         for number in found:
             self._pool.set_bits(number, bits or 0)
