@@ -14,7 +14,7 @@ WITH_PLUGIN := JAX_PLATFORMS=cpu PYTHONPATH="$(abspath $(GPU_PLUGIN))"
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt -o -name '*.cu' -o -name '*.cmake')
 
-.PHONY: train test test-optimized test-slow test-parity test-foreign test-cuda test-gpu-programs test-versions test-other-version lint doctor bench bench-gpu-programs clean
+.PHONY: train test test-optimized test-slow test-parity test-foreign test-cuda test-gpu-programs test-versions test-other-version lint doctor bench bench-gpu-programs bench-machine-code clean
 
 # ResNet-18 on handwritten digits: plain, jax.checkpoint, dafjax at 2 bits.
 train: $(VENV)/installed
@@ -122,6 +122,11 @@ bench: $(VENV)/installed
 # Memory of programs for GPUs, compiled without one.
 bench-gpu-programs: $(GPU_PLUGIN)/installed
 	$(WITH_PLUGIN) $(RUN) -m benchmarks.gpu_memory
+
+# Instructions of CUDA kernels, against the bandwidth of GPUs.
+bench-machine-code: $(VENV)/installed
+	PATH="$(abspath $(VENV)/bin):$$PATH" sh tests/cpp/sass.sh \
+	  benchmarks/results/machine_code.json
 
 # The extra `gpu-programs`, in the version of the jax that is installed. Libraries of
 # CUDA and a driver are not needed.

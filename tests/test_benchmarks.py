@@ -69,6 +69,7 @@ PROGRAMS = (
     "importance",
     "largest_batch",
     "layer_growth",
+    "machine_code",
     "plan_bytes",
     "pool_step",
     "pool_fragmentation",

@@ -306,8 +306,8 @@ MUTANTS = {
     ),
     "padding is stored": (
         "cuda/bitmask.h",
-        "if (i < count) to[i]",
-        "to[i]",
+        "if (i < present) to[row",
+        "to[row",
         "address",
     ),
     "rows that are not aligned are loaded four at a time": (
@@ -328,10 +328,46 @@ MUTANTS = {
         "16 - kBits",
         "none",
     ),
-    "padding counts as not finite": (
+    "padding counts as a value": (
         "cuda/pack_rows.h",
-        "    unusual = 0;\n",
+        " && i < num_present",
         "",
+        "address",
+    ),
+    "a NaN is no reason for a second look": (
+        "cuda/parameters.h",
+        "IsFinite(lo) && IsFinite(hi)",
+        "!(lo < -3e38f) && IsFinite(hi)",
+        "none",
+    ),
+    "a value that is not finite counts in the checksum": (
+        "cuda/pack_rows.h",
+        "if (r % 2 == 0 && IsFinite(v))",
+        "if (r % 2 == 0)",
+        "none",
+    ),
+    "what does not fit is not cut off": (
+        "cuda/encode.h",
+        "(fixed < most ? fixed : most)",
+        "fixed",
+        "none",
+    ),
+    "whether all fits is not asked": (
+        "cuda/pack_rows.h",
+        "all_finite && __all_sync(kAllLanes, parameters.fits)",
+        "all_finite",
+        "none",
+    ),
+    "columns do not ask whether all fits": (
+        "cuda/pack_columns.h",
+        "unusual == 0 && all_fit",
+        "unusual == 0",
+        "none",
+    ),
+    "rows change places in a plane": (
+        "cuda/planes.h",
+        "Select(kOddBits, odd, ShiftRight(even, 1))",
+        "Select(kOddBits, even, ShiftRight(odd, 1))",
         "none",
     ),
     "a part of a row is left without a fence": (

@@ -1,7 +1,9 @@
 #!/bin/sh
 # Looks at the machine code of the CUDA library of a wheel, for each architecture: no
 # kernel uses local memory, arithmetic flushes subnormals, loads and stores are of 16
-# bytes. Fetches NVIDIA's disassembler into build/cuda-tools.
+# bytes, and packing has few enough instructions for the bandwidth of GPUs; a table of
+# that goes to the file that is the argument. Fetches NVIDIA's disassembler into
+# build/cuda-tools.
 set -eu
 cd "$(dirname "$0")/../.."
 tools=build/cuda-tools
@@ -41,3 +43,5 @@ if [ -n "$failed" ]; then
   echo "not as it should be:$failed" >&2
   exit 1
 fi
+"$python" -m benchmarks.machine_code --library "$library" --least 0.9 \
+  --out "${1:-$tools/machine_code.json}"

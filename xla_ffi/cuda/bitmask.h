@@ -32,14 +32,13 @@ struct BitmaskJob {
 // Where a thread of a bitmask kernel is.
 struct BitmaskPlace {
   DAFJAX_DEVICE explicit BitmaskPlace(const BitmaskJob& job) {
-    const int part = static_cast<int>(threadIdx.x) % kTileThreads;
+    const int part = static_cast<int>(threadIdx.x % kTileThreads);
     const int64_t slot = int64_t{blockIdx.x} * kBitmaskTiles +
-                         static_cast<int>(threadIdx.x) / kTileThreads;
-    const int64_t row = slot / job.tiles_per_row;
-    const int64_t first =
-        slot % job.tiles_per_row * kTileElements + part * kThreadLanes;
-    exists = row < job.num_rows;
-    byte = row * job.row_elements + first;
+                         static_cast<int>(threadIdx.x / kTileThreads);
+    const TilePlace place = PlaceOfSlot(slot, job.tiles_per_row, job.num_rows);
+    const int64_t first = place.tile * kTileElements + part * kThreadLanes;
+    exists = place.row < job.num_rows && place.tile < job.tiles_per_row;
+    byte = place.row * job.row_elements + first;
     word = slot * kTileLanes + part * kThreadLanes;
     piece = {kTileLanes, exists ? job.row_elements - first : 0};
   }
@@ -56,37 +55,43 @@ DAFJAX_DEVICE uint32_t BytesThatAreTrue(uint32_t bytes) {
   return top >> 7 & 0x01010101;
 }
 
-DAFJAX_DEVICE uint32_t LoadFourBytes(const uint8_t* from, int count, bool aligned) {
-  if (aligned && count == kThreadLanes) return *reinterpret_cast<const uint32_t*>(from);
-  uint32_t bytes = 0;
-  DAFJAX_UNROLL
-  for (int i = 0; i < kThreadLanes; ++i) {
-    if (i < count) bytes |= uint32_t{from[i]} << 8 * i;
-  }
-  return bytes;
+// Bits of one row: `bytes` has a 0 or a 1 for each lane.
+DAFJAX_DEVICE void AddRow(int row, uint32_t bytes, LaneBits* bits) {
+  if (row < 8) bits->low |= bytes << row;
+  if (row >= 8) bits->high |= bytes << (row - 8);
 }
 
-DAFJAX_DEVICE void StoreFourBytes(uint8_t* to, int count, bool aligned, uint32_t bytes) {
-  if (aligned && count == kThreadLanes) {
-    *reinterpret_cast<uint32_t*>(to) = bytes;
-    return;
-  }
-  DAFJAX_UNROLL
-  for (int i = 0; i < kThreadLanes; ++i) {
-    if (i < count) to[i] = static_cast<uint8_t>(bytes >> 8 * i);
-  }
+DAFJAX_DEVICE uint32_t RowOf(int row, const LaneBits& bits) {
+  return (row < 8 ? bits.low : bits.high) >> row % 8 & 0x01010101;
 }
 
 DAFJAX_KERNEL(kBitmaskThreads)
 PackBitmaskKernel(const BitmaskJob job, const uint8_t* x, uint16_t* words) {
   const BitmaskPlace place(job);
   if (!place.exists) return;
+  const uint8_t* const from = x + place.byte;
   LaneBits bits = {0, 0};
-  DAFJAX_UNROLL
-  for (int row = 0; row < kTileRows; ++row) {
-    const uint32_t bytes = LoadFourBytes(x + place.byte + row * kTileLanes,
-                                         place.piece.NumPresent(row), job.aligned_bytes);
-    (row < 8 ? bits.low : bits.high) |= BytesThatAreTrue(bytes) << row % 8;
+  if (job.aligned_bytes && place.piece.IsWhole()) {
+    uint32_t bytes[kTileRows];
+    DAFJAX_UNROLL
+    for (int row = 0; row < kTileRows; ++row) {
+      bytes[row] = *reinterpret_cast<const uint32_t*>(from + row * kTileLanes);
+    }
+    DAFJAX_UNROLL
+    for (int row = 0; row < kTileRows; ++row) {
+      AddRow(row, BytesThatAreTrue(bytes[row]), &bits);
+    }
+  } else {
+    DAFJAX_NO_UNROLL
+    for (int row = 0; row < kTileRows; ++row) {
+      const int present = place.piece.NumPresent(row);
+      uint32_t bytes = 0;
+      DAFJAX_UNROLL
+      for (int i = 0; i < kThreadLanes; ++i) {
+        if (i < present) bytes |= uint32_t{from[row * kTileLanes + i]} << 8 * i;
+      }
+      AddRow(row, BytesThatAreTrue(bytes), &bits);
+    }
   }
   StoreWords(words + place.word, job.aligned_words,
              make_uint2(__byte_perm(bits.low, bits.high, 0x5140),
@@ -100,11 +105,22 @@ UnpackBitmaskKernel(const BitmaskJob job, const uint16_t* words, uint8_t* y) {
   const uint2 of_lanes = LoadWords(words + place.word, job.aligned_words);
   const LaneBits bits = {__byte_perm(of_lanes.x, of_lanes.y, 0x6420),
                          __byte_perm(of_lanes.x, of_lanes.y, 0x7531)};
-  DAFJAX_UNROLL
+  uint8_t* const to = y + place.byte;
+  if (job.aligned_bytes && place.piece.IsWhole()) {
+    DAFJAX_UNROLL
+    for (int row = 0; row < kTileRows; ++row) {
+      *reinterpret_cast<uint32_t*>(to + row * kTileLanes) = RowOf(row, bits);
+    }
+    return;
+  }
+  DAFJAX_NO_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
-    const uint32_t bytes = (row < 8 ? bits.low : bits.high) >> row % 8 & 0x01010101;
-    StoreFourBytes(y + place.byte + row * kTileLanes, place.piece.NumPresent(row),
-                   job.aligned_bytes, bytes);
+    const int present = place.piece.NumPresent(row);
+    const uint32_t bytes = RowOf(row, bits);
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) {
+      if (i < present) to[row * kTileLanes + i] = static_cast<uint8_t>(bytes >> 8 * i);
+    }
   }
 }
 

@@ -14,7 +14,7 @@
 #include <cuda_runtime.h>
 
 #define DAFJAX_DEVICE __device__ __forceinline__
-#define DAFJAX_KERNEL(max_threads) __global__ void __launch_bounds__(max_threads)
+#define DAFJAX_KERNEL(...) __global__ void __launch_bounds__(__VA_ARGS__)
 #define DAFJAX_UNROLL _Pragma("unroll")
 #define DAFJAX_NO_UNROLL _Pragma("unroll 1")
 #define DAFJAX_SHARED(type, name, count) __shared__ type name[count]
@@ -30,7 +30,7 @@
 
 // Arguments are what they are when the kernel is enqueued, as in CUDA.
 #define DAFJAX_DEVICE inline
-#define DAFJAX_KERNEL(max_threads) void
+#define DAFJAX_KERNEL(...) void
 #define DAFJAX_UNROLL
 #define DAFJAX_NO_UNROLL
 #define DAFJAX_SHARED(type, name, count)                                             \
@@ -57,6 +57,17 @@ inline const char* WhatFailed(cudaError_t error) {
 
 #if defined(__CUDACC__)
 
+// The lesser; NaN if either is.
+DAFJAX_DEVICE float MinOrNan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float least;
+  asm("min.ftz.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
+#else
+  return a != a ? a : b != b ? b : fminf(a, b);
+#endif
+}
+
 DAFJAX_DEVICE float WidenFloat16(uint32_t v) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(v)));
 }
@@ -69,7 +80,23 @@ DAFJAX_DEVICE uint32_t RoundToBFloat16(float v) {
   return __bfloat16_as_ushort(__float2bfloat16_rn(v));
 }
 
+// Two at a time, the first one in the lower half: one instruction since sm_80.
+DAFJAX_DEVICE uint32_t RoundTwoToFloat16(float lower, float upper) {
+  const __half2 two = __floats2half2_rn(lower, upper);
+  return uint32_t{__half_as_ushort(__low2half(two))} |
+         uint32_t{__half_as_ushort(__high2half(two))} << 16;
+}
+DAFJAX_DEVICE uint32_t RoundTwoToBFloat16(float lower, float upper) {
+  const __nv_bfloat162 two = __floats2bfloat162_rn(lower, upper);
+  return uint32_t{__bfloat16_as_ushort(__low2bfloat16(two))} |
+         uint32_t{__bfloat16_as_ushort(__high2bfloat16(two))} << 16;
+}
+
 #else
+
+inline float MinOrNan(float a, float b) {
+  return a != a ? a : b != b ? b : fminf(a, b);
+}
 
 inline float WidenFloat16(uint32_t v) {
   const uint32_t sign = (v & 0x8000) << 16;
@@ -100,6 +127,13 @@ inline uint32_t RoundToFloat16(float v) {
   // Up to 1024 steps count on from the subnormals; 1024 .. 2048 are those of the exponent.
   return sign + static_cast<uint32_t>((exponent + 14) * 1024) +
          static_cast<uint32_t>(steps);
+}
+
+inline uint32_t RoundTwoToFloat16(float lower, float upper) {
+  return RoundToFloat16(lower) | RoundToFloat16(upper) << 16;
+}
+inline uint32_t RoundTwoToBFloat16(float lower, float upper) {
+  return RoundToBFloat16(lower) | RoundToBFloat16(upper) << 16;
 }
 
 #endif

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/device.h"
+#include "cuda/parameters.h"
 #include "cuda/planes.h"
 #include "cuda/tile_values.h"
 #include "format/affine.h"
@@ -57,32 +58,34 @@ struct RowParameters {
   uint32_t flagged;  // a bit for each lane
 };
 
+// Codes come in the top bits of 16; what is below them counts for nothing.
+
 DAFJAX_DEVICE uint32_t CodeOfFinite(float v, float negative_start, float inverse,
                                     uint32_t noise, int fraction) {
-  constexpr uint32_t kMost = 0xffff;
-  const uint32_t fixed = __float2uint_rz((negative_start + v) * inverse);
-  const uint32_t sum = (fixed < kMost ? fixed : kMost) + noise;
-  return (sum < kMost ? sum : kMost) >> fraction;
+  const uint32_t fixed = FixedPoint(v, negative_start, inverse);
+  const uint32_t most = GreatestFixed(fraction);
+  return (fixed < most ? fixed : most) + noise;
 }
 
 template <int kBits>
 DAFJAX_DEVICE uint32_t CodeOfNonFinite(float v) {
   if constexpr (kBits < 3) {
-    return 1u << (kBits - 1);
+    return 0x8000;
   } else {
     const int code = v != v     ? kCodeOfNan
                      : v > 0.0f ? kCodeOfPlusInfinity
                                 : kCodeOfMinusInfinity;
-    return static_cast<uint32_t>(code >> (8 - kBits));
+    return static_cast<uint32_t>(code << 8);
   }
 }
 
 DAFJAX_DEVICE uint2 JoinCodes(const uint32_t (&codes)[kThreadLanes]) {
-  return make_uint2(codes[0] | codes[1] << 16, codes[2] | codes[3] << 16);
+  return make_uint2(codes[1] * 0x10000 + codes[0], codes[3] * 0x10000 + codes[2]);
 }
 
-// Encodes what a thread has of a tile: finite values of blocks that are not flagged, no
-// padding. `parameters_of(row)` gives RowParameters; all lanes of the warp ask together.
+// Encodes what a thread has of a tile: finite values of blocks that are not flagged and
+// that fit, no padding. `parameters_of(row)` gives RowParameters; all lanes of the warp
+// ask together.
 template <int kBits, typename ParametersOfRow, typename Row>
 DAFJAX_DEVICE void EncodeTile(const TileValues& values,
                               const ParametersOfRow& parameters_of, LaneNoise noise,
@@ -94,8 +97,9 @@ DAFJAX_DEVICE void EncodeTile(const TileValues& values,
     uint32_t codes[kThreadLanes];
     DAFJAX_UNROLL
     for (int i = 0; i < kThreadLanes; ++i) {
-      codes[i] = CodeOfFinite(values.v[row][i], of_row.negative_start[i],
-                              of_row.inverse[i], noise.Of(i, 16 - kBits), 16 - kBits);
+      codes[i] =
+          FixedPoint(values.v[row][i], of_row.negative_start[i], of_row.inverse[i]) +
+          noise.Of(i, 16 - kBits);
     }
     writer.AddRow(row, JoinCodes(codes), to);
     noise.GoToNextRow();
@@ -121,11 +125,12 @@ DAFJAX_DEVICE void EncodeTileWithFlags(const ConstFloatArray& x, const Piece& pi
       codes[i] = 0;
       if (i < present) {
         const float v = LoadValue(x, row * piece.stride + i);
-        const int fraction = 16 - kBits + static_cast<int>(of_row.flagged >> i & 1);
-        codes[i] = IsFinite(v) ? CodeOfFinite(v, of_row.negative_start[i],
-                                              of_row.inverse[i], noise.Of(i, fraction),
-                                              fraction)
-                               : CodeOfNonFinite<kBits>(v);
+        const int flag = static_cast<int>(of_row.flagged >> i & 1);
+        const int fraction = 16 - kBits + flag;
+        const uint32_t of_finite =
+            CodeOfFinite(v, of_row.negative_start[i], of_row.inverse[i],
+                         noise.Of(i, fraction), fraction);
+        codes[i] = IsFinite(v) ? of_finite >> flag : CodeOfNonFinite<kBits>(v);
       }
     }
     writer.AddRow(row, JoinCodes(codes), to);

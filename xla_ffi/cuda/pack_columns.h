@@ -32,7 +32,8 @@ struct PackColumnsJob {
   int64_t block_size;
   int64_t width;      // of a folded row
   int64_t tile_rows;  // rows of tiles
-  int64_t blocks_down;
+  uint32_t lane_groups;
+  uint32_t blocks_down;
 };
 
 // What the warps have found of their rows, and then what each lane is encoded with.
@@ -43,7 +44,8 @@ struct SharedLanes {
   uint32_t* unusual;  // [warps]: lanes with values that are not finite
   float* negative_start;  // [32]
   float* inverse;
-  uint32_t* flagged;  // [1]
+  uint32_t* flagged;    // [1]
+  uint32_t* all_plain;  // [1]: no block is flagged, and all values fit
 };
 
 // Computes the parameters of the 32 blocks, one in each lane of the first warp.
@@ -63,7 +65,11 @@ DAFJAX_DEVICE void ComputeColumnParameters(FloatType type, const SharedLanes& sh
   minimum[lane] = static_cast<uint16_t>(parameters.minimum);
   shared.negative_start[lane] = parameters.negative_start;
   shared.inverse[lane] = parameters.inverse;
-  if (lane == 0) *shared.flagged = unusual;
+  const bool all_fit = __all_sync(kAllLanes, parameters.fits);
+  if (lane == 0) {
+    *shared.flagged = unusual;
+    *shared.all_plain = unusual == 0 && all_fit;
+  }
 }
 
 template <int kBits, typename Codes>
@@ -75,19 +81,22 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   DAFJAX_SHARED(float, shared_negative_start, kTileLanes);
   DAFJAX_SHARED(float, shared_inverse, kTileLanes);
   DAFJAX_SHARED(uint32_t, shared_flagged, 1);
-  const SharedLanes shared = {shared_lo,             shared_hi,      shared_unusual,
-                              shared_negative_start, shared_inverse, shared_flagged};
+  DAFJAX_SHARED(uint32_t, shared_all_plain, 1);
+  const SharedLanes shared = {
+      shared_lo,      shared_hi,      shared_unusual,  shared_negative_start,
+      shared_inverse, shared_flagged, shared_all_plain};
 
-  const int lane_of_warp = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int num_warps = static_cast<int>(blockDim.x) / kWarpLanes;
+  const int lane_of_warp = static_cast<int>(threadIdx.x % kWarpLanes);
+  const int warp = static_cast<int>(threadIdx.x / kWarpLanes);
+  const int num_warps = static_cast<int>(blockDim.x / kWarpLanes);
   const int part = lane_of_warp % kTileThreads;
   const int first_lane = part * kThreadLanes;
 
-  const int64_t lane_groups = job.width / kTileLanes;
-  const int64_t group = blockIdx.x % lane_groups;
-  const int64_t down = blockIdx.x / lane_groups % job.blocks_down;
-  const int64_t row = blockIdx.x / lane_groups / job.blocks_down;
+  const uint32_t of_rows = blockIdx.x / job.lane_groups;
+  const int64_t group = blockIdx.x - of_rows * job.lane_groups;
+  const uint32_t array_row = of_rows / job.blocks_down;
+  const int64_t down = of_rows - array_row * job.blocks_down;
+  const int64_t row = array_row;
   const int64_t tile_row = down * (job.block_size / kTileRows) + warp * kWarpTiles +
                            lane_of_warp / kTileThreads;
   const bool exists = tile_row < job.tile_rows;
@@ -101,24 +110,35 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   values.Load(x, piece, all_whole);
 
   Range ranges[kThreadLanes];
+  uint32_t checksum = ScanTile(values, [](int, int i) { return i; }, ranges);
+  bool all_finite = true;  // and no padding
   DAFJAX_UNROLL
-  for (int i = 0; i < kThreadLanes; ++i) ranges[i] = Range::Empty();
+  for (int i = 0; i < kThreadLanes; ++i) {
+    all_finite = all_finite && ranges[i].IsOfFinite();
+  }
+  all_finite = __all_sync(kAllLanes, all_finite);
   uint32_t unusual = 0;  // lanes with values that are not finite
-  const auto mark_lane = [&](int, int i) { unusual |= 1u << (first_lane + i); };
-  const uint32_t checksum = TileSum(ScanTile(
-      values, [&](int, int i) -> Range& { return ranges[i]; }, mark_lane));
-  if (!all_whole) {
-    unusual = 0;
-    FindUnusual(x, piece, mark_lane);
+  if (!all_finite) {
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) ranges[i] = Range::Empty();
+    checksum = 0;
+    VisitValues(x, piece, [&](int r, int i, float v) {
+      if (IsFinite(v)) {
+        ranges[i].Add({v, v});
+        if (r % 2 == 0) checksum += __float_as_uint(v);
+      } else {
+        unusual |= 1u << (first_lane + i);
+      }
+    });
+    DAFJAX_UNROLL
+    for (int step = 1; step < kWarpLanes; step *= 2) {
+      unusual |= __shfl_xor_sync(kAllLanes, unusual, step);
+    }
   }
   DAFJAX_UNROLL
   for (int step = kTileThreads; step < kWarpLanes; step *= 2) {
     DAFJAX_UNROLL
     for (int i = 0; i < kThreadLanes; ++i) ranges[i].Add(ShuffleXor(ranges[i], step));
-  }
-  DAFJAX_UNROLL
-  for (int step = 1; step < kWarpLanes; step *= 2) {
-    unusual |= __shfl_xor_sync(kAllLanes, unusual, step);
   }
   if (lane_of_warp < kTileThreads) {
     DAFJAX_UNROLL
@@ -144,17 +164,17 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   }
   const uint32_t flags = *shared.flagged;
   of_lanes.flagged = flags >> first_lane & 0xf;
-  const int64_t tile = tile_row * lane_groups + group;
-  const int64_t num_tiles = job.tile_rows * lane_groups;
+  const int64_t tile = tile_row * job.lane_groups + group;
+  const int64_t num_tiles = job.tile_rows * job.lane_groups;
   LaneNoise noise;
-  noise.Start(job.rounding, tile, checksum, first_lane);
+  noise.Start(job.rounding, tile, TileSum(checksum), first_lane);
   const auto parameters_of = [&](int) { return of_lanes; };
   const bool stores = exists && job.codes.has_planes;
   using Row = decltype(job.codes.template Row<kBits>(row, tile, num_tiles));
   const CodesOfThread<Row> to = {
       stores ? job.codes.template Row<kBits>(row, tile, num_tiles) : Row{}, tile,
       first_lane, stores};
-  if (all_whole && flags == 0) {
+  if (all_finite && *shared.all_plain != 0) {
     EncodeTile<kBits>(values, parameters_of, noise, to);
   } else {
     EncodeTileWithFlags<kBits>(x, piece, parameters_of, noise, to);

@@ -39,7 +39,7 @@ Failure PackRows(const AffineShape& shape, const Pack<Codes>& pack) {
                                   tiles,
                                   slots,
                                   shape.NumBlocks(),
-                                  static_cast<int>(shape.block_size / kStripElements)};
+                                  Log2(shape.block_size / kStripElements)};
   return DAFJAX_LAUNCH((PackRowsKernel<kBits, Codes>), static_cast<unsigned>(blocks),
                        kPackRowsThreads, pack.stream, job);
 }
@@ -57,7 +57,8 @@ Failure PackColumns(const AffineShape& shape, const Pack<Codes>& pack) {
                                      shape.block_size,
                                      layout.width,
                                      CeilDiv(layout.num_rows, kTileRows),
-                                     down};
+                                     static_cast<uint32_t>(layout.LaneGroups()),
+                                     static_cast<uint32_t>(down)};
   const int64_t rows =
       layout.num_rows < shape.block_size ? layout.num_rows : shape.block_size;
   const int threads = static_cast<int>(CeilDiv(rows, kWarpRows)) * kWarpLanes;

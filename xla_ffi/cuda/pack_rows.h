@@ -16,12 +16,15 @@
 namespace dafjax {
 
 inline constexpr int kPackRowsThreads = 128;
+// Of a multiprocessor at the least. To have a fifth, compilers store registers in memory.
+inline constexpr int kPackRowsBlocks = 4;
 inline constexpr int kPackRowsTiles = kPackRowsThreads / kTileThreads;  // of a launch block
 
 // Row blocks: thread `i` of a tile has the range of the tile's strip `i`, then the
 // parameters of the block that the strip belongs to.
 inline constexpr int kStripElements = kMinBlockSize;
 inline constexpr int kStripRows = kStripElements / kTileLanes;
+inline constexpr int kMaxStrips = kMaxBlockSize / kStripElements;  // of a block
 static_assert(kTileElements / kStripElements == kTileThreads);
 
 template <typename Codes>
@@ -34,7 +37,7 @@ struct PackRowsJob {
   int64_t tiles_per_row;
   int64_t slots_per_row;  // tiles, and one more if blocks have two and the number is odd
   int64_t blocks_per_row;
-  int strips_per_block;
+  int log2_strips;  // of a block
 };
 
 // Gives each thread of a tile the range of one strip out of those that all have found of
@@ -54,75 +57,84 @@ DAFJAX_DEVICE Range RangeOfOwnStrip(Range (&ranges)[kTileThreads], int part) {
   return ranges[0];
 }
 
-// The bits of all threads of a tile.
-DAFJAX_DEVICE uint32_t TileUnion(uint32_t bits) {
-  DAFJAX_UNROLL
-  for (int step = 1; step < kTileThreads; step *= 2) {
-    bits |= __shfl_xor_sync(kAllLanes, bits, step);
+// What a thread finds in one strip, value by value. `x` begins with the strip, of which
+// `num_present` are there.
+struct StripScan {
+  Range range;  // of finite values
+  bool all_finite;
+};
+DAFJAX_DEVICE StripScan ScanStrip(const ConstFloatArray& x, int64_t num_present) {
+  StripScan scan = {Range::Empty(), true};
+  DAFJAX_NO_UNROLL
+  for (int i = 0; i < kStripElements && i < num_present; ++i) {
+    const float v = LoadValue(x, i);
+    if (IsFinite(v)) {
+      scan.range.Add({v, v});
+    } else {
+      scan.all_finite = false;
+    }
   }
-  return bits;
+  return scan;
 }
 
 template <int kBits, typename Codes>
-DAFJAX_KERNEL(kPackRowsThreads)
+DAFJAX_KERNEL(kPackRowsThreads, kPackRowsBlocks)
 PackRowsKernel(const PackRowsJob<Codes> job) {
-  const int lane_of_warp = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int lane_of_warp = static_cast<int>(threadIdx.x % kWarpLanes);
   const int part = lane_of_warp % kTileThreads;
   const int64_t slot = int64_t{blockIdx.x} * kPackRowsTiles +
-                       static_cast<int>(threadIdx.x) / kTileThreads;
-  const int64_t row = slot / job.slots_per_row;
-  const int64_t tile = slot % job.slots_per_row;
+                       static_cast<int>(threadIdx.x / kTileThreads);
+  const TilePlace place = PlaceOfSlot(slot, job.slots_per_row, job.num_rows);
+  const int64_t row = place.row;
+  const int64_t tile = place.tile;
   const bool exists = row < job.num_rows && tile < job.tiles_per_row;
   const int first_lane = part * kThreadLanes;
-  const int64_t first = tile * kTileElements + first_lane;
+  const int64_t first_of_tile = tile * kTileElements;
+  const int64_t first = first_of_tile + first_lane;
   const Piece piece = {kTileLanes, exists ? job.row_elements - first : 0};
   const bool all_whole = __all_sync(kAllLanes, piece.IsWhole());
   const ConstFloatArray x = job.x.From(row * job.row_elements + first);
 
   TileValues values;
   values.Load(x, piece, all_whole);
-
   Range ranges[kTileThreads];
-  DAFJAX_UNROLL
-  for (int i = 0; i < kTileThreads; ++i) ranges[i] = Range::Empty();
-  uint32_t unusual = 0;  // strips with values that are not finite
-  const auto mark_strip = [&](int r, int) { unusual |= 1u << r / kStripRows; };
-  const uint32_t checksum = TileSum(ScanTile(
-      values, [&](int r, int) -> Range& { return ranges[r / kStripRows]; },
-      mark_strip));
-  if (!all_whole) {
-    unusual = 0;
-    FindUnusual(x, piece, mark_strip);
-  }
-  unusual = TileUnion(unusual);
-
+  uint32_t checksum =
+      ScanTile(values, [](int r, int) { return r / kStripRows; }, ranges);
   Range range = RangeOfOwnStrip(ranges, part);
-  const int strips = job.strips_per_block;
+  const bool all_finite = __all_sync(kAllLanes, range.IsOfFinite());  // and no padding
+  uint32_t unusual = 0;  // threads whose strip has values that are not finite
+  if (!all_finite) {
+    const int64_t first_of_strip = first_of_tile + part * kStripElements;
+    const StripScan strip =
+        ScanStrip(job.x.From(row * job.row_elements + first_of_strip),
+                  exists ? job.row_elements - first_of_strip : 0);
+    range = strip.range;
+    unusual = __ballot_sync(kAllLanes, !strip.all_finite);
+    checksum = 0;
+    VisitValues(x, piece, [&](int r, int, float v) {
+      if (r % 2 == 0 && IsFinite(v)) checksum += __float_as_uint(v);
+    });
+  }
+  // A block has the strips of as many neighboring threads, of two tiles at most.
+  const int strips = 1 << job.log2_strips;
   DAFJAX_UNROLL
-  for (int step = 1; step < kTileThreads; step *= 2) {
+  for (int step = 1; step < kMaxStrips; step *= 2) {
     if (step < strips) range.Add(ShuffleXor(range, step));
   }
-  // The strips of this thread's block.
-  uint32_t of_block = 0xff;
-  if (strips < kTileThreads) of_block = ((1u << strips) - 1) << part / strips * strips;
-  bool flagged = (unusual & of_block) != 0;
-  if (strips > kTileThreads) {  // two tiles
-    range.Add(ShuffleXor(range, kTileThreads));
-    const bool other = __shfl_xor_sync(kAllLanes, static_cast<int>(flagged), kTileThreads);
-    flagged = flagged || other;
-  }
+  const uint32_t of_block = ((1u << strips) - 1) << (lane_of_warp & -strips);
+  const bool flagged = (unusual & of_block) != 0;
   const BlockParameters parameters = ParametersOf<kBits>(x.type, range, flagged);
 
   const int64_t strip = tile * kTileThreads + part;
-  const int64_t block = strip / strips;
-  if (row < job.num_rows && strip % strips == 0 && block < job.blocks_per_row) {
+  const int64_t block = strip >> job.log2_strips;
+  if (row < job.num_rows && (strip & (strips - 1)) == 0 && block < job.blocks_per_row) {
     const int64_t of_all = row * job.blocks_per_row + block;
     *job.codes.Scale(of_all) = static_cast<uint16_t>(parameters.scale);
     *job.codes.Minimum(of_all) = static_cast<uint16_t>(parameters.minimum);
   }
 
   LaneNoise noise;
-  noise.Start(job.rounding, tile, checksum, first_lane);
+  noise.Start(job.rounding, tile, TileSum(checksum), first_lane);
   const int first_thread = lane_of_warp - part;
   const uint32_t flags = __ballot_sync(kAllLanes, flagged);
   const auto parameters_of = [&](int r) {
@@ -144,7 +156,7 @@ PackRowsKernel(const PackRowsJob<Codes> job) {
   const CodesOfThread<Row> to = {
       stores ? job.codes.template Row<kBits>(row, tile, job.tiles_per_row) : Row{}, tile,
       first_lane, stores};
-  if (all_whole && flags == 0) {
+  if (all_finite && __all_sync(kAllLanes, parameters.fits)) {
     EncodeTile<kBits>(values, parameters_of, noise, to);
   } else {
     EncodeTileWithFlags<kBits>(x, piece, parameters_of, noise, to);

@@ -9,18 +9,22 @@
 
 namespace dafjax {
 
-// The range of some values: of the finite ones, and whether there are others.
+DAFJAX_DEVICE bool IsFinite(float v) { return fabsf(v) < __uint_as_float(0x7f800000); }
+
+// The range of some values.
 struct Range {
-  float lo;  // +Inf if there is no finite value
-  float hi;  // -Inf
+  float lo;  // +Inf if there is no value, NaN if one is
+  float hi;  // -Inf if there is no value
 
   static DAFJAX_DEVICE Range Empty() {
     return {__uint_as_float(0x7f800000), __uint_as_float(0xff800000)};
   }
   DAFJAX_DEVICE void Add(const Range& other) {
-    lo = fminf(lo, other.lo);
+    lo = MinOrNan(lo, other.lo);
     hi = fmaxf(hi, other.hi);
   }
+  // Whether all values are finite. Requires that there is one.
+  DAFJAX_DEVICE bool IsOfFinite() const { return IsFinite(lo) && IsFinite(hi); }
 };
 
 // What the elements of a block are encoded with, and what is stored.
@@ -29,7 +33,18 @@ struct BlockParameters {
   float inverse;
   uint32_t scale;  // bfloat16
   uint32_t minimum;
+  bool fits;  // no finite value of the block is beyond GreatestFixed
 };
+
+// q of README.md section 2, but for its upper limit: a number of steps, with as many bits
+// behind the point as `inverse` says.
+DAFJAX_DEVICE uint32_t FixedPoint(float v, float negative_start, float inverse) {
+  return __float2uint_rz((negative_start + v) * inverse);
+}
+
+// The greatest code, with a fraction of zero. A fixed point that is cut off here,
+// before noise is added, has the code that it has if the sum is cut off at 65535.
+constexpr uint32_t GreatestFixed(int fraction) { return 0x10000 - (1u << fraction); }
 
 // `v` rounded to bfloat16 towards minus infinity.
 DAFJAX_DEVICE float RoundDown(float v) {
@@ -81,6 +96,9 @@ DAFJAX_DEVICE BlockParameters ParametersOf(FloatType type, const Range& range,
   parameters.negative_start = scale * PowerOfTwo(-fraction - 1) - zero;
   parameters.scale = __float_as_uint(scale) >> 16 | (flagged ? kFlaggedBit : 0);
   parameters.minimum = __float_as_uint(zero) >> 16;
+  // Rounding is monotonic: if the greatest value fits, all do.
+  parameters.fits = FixedPoint(hi, parameters.negative_start, parameters.inverse) <=
+                    GreatestFixed(fraction);
   return parameters;
 }
 

@@ -163,8 +163,8 @@ ReduceKernel(const ReduceJob job) {
   DAFJAX_SHARED(uint32_t, shared_first, kReduceWarps);
   DAFJAX_SHARED(uint32_t, shared_second, kReduceWarps);
   DAFJAX_SHARED(uint32_t, shared_is_last, 1);
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  const int lane = static_cast<int>(threadIdx.x % kWarpLanes);
+  const int warp = static_cast<int>(threadIdx.x / kWarpLanes);
   const int64_t row = blockIdx.x / job.num_parts;
   const int64_t part = blockIdx.x % job.num_parts;
   uint32_t* const state = job.states + row * kStateWords;

@@ -9,39 +9,44 @@
 
 namespace dafjax {
 
-// Takes the finite ones of a thread's values into the ranges `range_of(row, i)`. Returns
-// their part of the tile's checksum. Calls `unusual(row, i)` for all others, padding too.
-template <typename RangeOf, typename Unusual>
+// Takes a thread's values into `ranges`, value `i` of row `row` into that of number
+// `range_of(row, i)`. Returns their part of the tile's checksum. Both count only if the
+// ranges are of finite values alone.
+template <int kRanges, typename RangeOf>
 DAFJAX_DEVICE uint32_t ScanTile(const TileValues& values, const RangeOf& range_of,
-                                const Unusual& unusual) {
+                                Range (&ranges)[kRanges]) {
   uint32_t checksum = 0;
+  bool has_begun[kRanges] = {};  // known after unrolling
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     DAFJAX_UNROLL
     for (int i = 0; i < kThreadLanes; ++i) {
       const float v = values.v[row][i];
-      if (IsFinite(v)) {
-        range_of(row, i).Add({v, v});
-        if (row % 2 == 0) checksum += __float_as_uint(v);
+      const int number = range_of(row, i);
+      if (has_begun[number]) {
+        ranges[number].Add({v, v});
       } else {
-        unusual(row, i);
+        ranges[number] = {v, v};
+        has_begun[number] = true;
       }
+      if (row % 2 == 0) checksum += __float_as_uint(v);
     }
   }
   return checksum;
 }
 
-// Calls `unusual(row, i)` for values that are not finite, apart from padding. Loads again,
-// as EncodeTileWithFlags does.
-template <typename Unusual>
-DAFJAX_DEVICE void FindUnusual(const ConstFloatArray& x, const Piece& piece,
-                               const Unusual& unusual) {
+// Calls `visit(row, i, v)` for the values of a thread that are there. Loads again, row
+// by row: this is rare, and is not to cost code or registers. `x` begins with the
+// thread's first element.
+template <typename Visit>
+DAFJAX_DEVICE void VisitValues(const ConstFloatArray& x, const Piece& piece,
+                               const Visit& visit) {
   DAFJAX_NO_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     const int present = piece.NumPresent(row);
-    DAFJAX_NO_UNROLL
-    for (int i = 0; i < present; ++i) {
-      if (!IsFinite(LoadValue(x, row * piece.stride + i))) unusual(row, i);
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) {
+      if (i < present) visit(row, i, LoadValue(x, row * piece.stride + i));
     }
   }
 }

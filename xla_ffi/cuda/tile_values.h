@@ -34,6 +34,21 @@ struct Piece {
   }
 };
 
+// Where a tile is in a batch of rows.
+struct TilePlace {
+  int64_t row;
+  int64_t tile;  // of the row
+};
+
+// Of number `slot` among `slots_per_row` of each row. Divisions take long, and most
+// batches are of one row.
+DAFJAX_DEVICE TilePlace PlaceOfSlot(int64_t slot, int64_t slots_per_row,
+                                    int64_t num_rows) {
+  if (num_rows == 1) return {0, slot};
+  const int64_t row = slot / slots_per_row;
+  return {row, slot - row * slots_per_row};
+}
+
 // Values in memory. Dtypes are told apart while a kernel runs: compiled for each, there
 // would be three times as many kernels, and they wait for memory anyway.
 template <typename Byte>
@@ -49,8 +64,6 @@ struct FloatArray {
 
 using ConstFloatArray = FloatArray<const char>;
 using MutableFloatArray = FloatArray<char>;
-
-DAFJAX_DEVICE bool IsFinite(float v) { return fabsf(v) < __uint_as_float(0x7f800000); }
 
 DAFJAX_DEVICE float WidenLower(FloatType type, uint32_t two) {
   return type == FloatType::kBFloat16 ? __uint_as_float(two << 16)
@@ -83,17 +96,19 @@ DAFJAX_DEVICE void StoreValue(const MutableFloatArray& y, int64_t index, float v
             y.type == FloatType::kFloat32 ? __float_as_uint(v) : Narrow(y.type, v));
 }
 
-// Requires y.aligned.
+// Stores four values of the array's type, `kType`. Requires y.aligned.
+template <FloatType kType>
 DAFJAX_DEVICE void StoreFour(const MutableFloatArray& y, int64_t index,
                              const float (&v)[kThreadLanes]) {
-  if (y.type == FloatType::kFloat32) {
+  if constexpr (kType == FloatType::kFloat32) {
     *reinterpret_cast<uint4*>(y.data + 4 * index) =
         make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                    __float_as_uint(v[3]));
   } else {
+    constexpr auto kRoundTwo =
+        kType == FloatType::kBFloat16 ? RoundTwoToBFloat16 : RoundTwoToFloat16;
     *reinterpret_cast<uint2*>(y.data + 2 * index) =
-        make_uint2(Narrow(y.type, v[0]) | Narrow(y.type, v[1]) << 16,
-                   Narrow(y.type, v[2]) | Narrow(y.type, v[3]) << 16);
+        make_uint2(kRoundTwo(v[0], v[1]), kRoundTwo(v[2], v[3]));
   }
 }
 

@@ -71,11 +71,12 @@ DAFJAX_DEVICE uint32_t NonFiniteBits(FloatType type, uint32_t code) {
 // `kBits` are left of each code, `left` says what that stands for.
 // `parameters_of(row, joined)` sets the parameters of the thread's lanes; all lanes of the
 // warp ask together.
-template <int kBits, typename Row, typename Left, typename ParametersOfRow>
-DAFJAX_DEVICE void DecodeTile(const CodesOfThread<Row>& from, const Piece& piece,
-                              const Left& left, const ParametersOfRow& parameters_of,
-                              const MutableFloatArray& y) {
-  PlaneReader<kBits> reader;
+template <int kBits, FloatType kType, typename Row, typename Left,
+          typename ParametersOfRow>
+DAFJAX_DEVICE void DecodeTileAs(const CodesOfThread<Row>& from, const Piece& piece,
+                                const Left& left, const ParametersOfRow& parameters_of,
+                                const MutableFloatArray& y) {
+  CodeReader<kBits> reader;
   reader.Load(from);
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
@@ -86,7 +87,18 @@ DAFJAX_DEVICE void DecodeTile(const CodesOfThread<Row>& from, const Piece& piece
                                    Decode(left(codes.x >> 16), joined[1]),
                                    Decode(left(codes.y & 0xffff), joined[2]),
                                    Decode(left(codes.y >> 16), joined[3])};
-    StoreFour(y, row * piece.stride, v);
+    StoreFour<kType>(y, row * piece.stride, v);
+  }
+}
+
+template <int kBits, typename... Arguments>
+DAFJAX_DEVICE void DecodeTile(FloatType type, const Arguments&... arguments) {
+  switch (type) {
+    case FloatType::kFloat32:
+      return DecodeTileAs<kBits, FloatType::kFloat32>(arguments...);
+    case FloatType::kBFloat16:
+      return DecodeTileAs<kBits, FloatType::kBFloat16>(arguments...);
+    default: return DecodeTileAs<kBits, FloatType::kFloat16>(arguments...);
   }
 }
 
@@ -109,8 +121,7 @@ DAFJAX_DEVICE void DecodeTileWithFlags(const CodesOfThread<Row>& from,
     parameters_of(row, joined);
     const int present = piece.NumPresent(row);
     if (present == 0) continue;
-    uint2 codes = make_uint2(0, 0);
-    if constexpr (kBits > 0) codes = LoadCodes<kBits>(row, from);
+    const uint2 codes = LoadCodes<kBits>(row, from);
     DAFJAX_UNROLL
     for (int i = 0; i < kThreadLanes; ++i) {
       if (i >= present) continue;
@@ -131,14 +142,15 @@ DAFJAX_DEVICE void DecodeTileWithFlags(const CodesOfThread<Row>& from,
 template <bool kColumns, typename Codes, typename DecodePart>
 DAFJAX_DEVICE void UnpackPart(const UnpackJob& job, const Codes& codes,
                               const DecodePart& decode) {
-  const int lane_of_warp = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int lane_of_warp = static_cast<int>(threadIdx.x % kWarpLanes);
   const int part = lane_of_warp % kTileThreads;
   const int first_lane = part * kThreadLanes;
   const int64_t slot =
-      int64_t{blockIdx.x} * kUnpackTiles + static_cast<int>(threadIdx.x) / kTileThreads;
-  const int64_t row = slot / job.tiles_per_row;
-  const int64_t tile = slot % job.tiles_per_row;
-  const bool exists = row < job.num_rows;
+      int64_t{blockIdx.x} * kUnpackTiles + static_cast<int>(threadIdx.x / kTileThreads);
+  const TilePlace place = PlaceOfSlot(slot, job.tiles_per_row, job.num_rows);
+  const int64_t row = place.row;
+  const int64_t tile = place.tile;
+  const bool exists = row < job.num_rows && tile < job.tiles_per_row;
 
   const int64_t lane_groups = kColumns ? job.width / kTileLanes : 1;
   const int64_t stride = kColumns ? job.width : kTileLanes;
@@ -205,7 +217,7 @@ DAFJAX_DEVICE void DecodePart(const UnpackJob& job, const Codes& codes, const Le
       exists ? codes.template Row<kBits>(row, tile, job.tiles_per_row) : Row{}, tile,
       first_lane, exists};
   if (is_plain) {
-    DecodeTile<kBits>(from, piece, left, parameters_of, y);
+    DecodeTile<kBits>(y.type, from, piece, left, parameters_of, y);
   } else {
     DecodeTileWithFlags<kBits>(from, piece, left, parameters_of, y);
   }

@@ -60,6 +60,9 @@ constexpr bool IsPrefix(int64_t kept_bits, int64_t bits) {
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
+// Of a power of two.
+constexpr int Log2(int64_t n) { return n <= 1 ? 0 : 1 + Log2(n / 2); }
+
 constexpr int64_t NumTiles(int64_t num_elements) {
   return CeilDiv(num_elements, kTileElements);
 }
