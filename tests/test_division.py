@@ -210,8 +210,9 @@ def test_rows_that_share_tiles_are_not_packed_by_themselves(codec):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Lets parts be small, as the arrays of these tests are."""
+    """Lets parts be small, as the arrays of these tests are, also beside others."""
     monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
+    monkeypatch.setattr(parts, "_LEAST_SHARE", 0)
 
 
 def plan_of(function, *arguments):
@@ -367,6 +368,30 @@ def test_small_parts_are_not_worth_it(key, monkeypatch):
         monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", least)
         found = divisions(plan_of_convolutions(key))
         assert {d.num_parts for d in found} == counts
+
+
+def test_what_is_small_beside_the_largest_is_not_divided(monkeypatch):
+    """It decides nothing about how much memory there has to be."""
+    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
+
+    def loss(narrow, wide, last, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ narrow) @ wide) @ last))
+
+    def widths_in_parts(width):
+        shapes = ((64, width), (width, 1024), (1024, 64), (8192, 64))
+        plan = plan_of(loss, *map(jnp.ones, shapes))
+        return {
+            plan.program.avals[piece.value].shape[1]
+            for division in divisions(plan)
+            for loop in division.loops
+            for piece in loop.by_rows
+            if isinstance(piece, Unpacking)
+        }
+
+    assert widths_in_parts(1024) == {1024}
+    assert widths_in_parts(512) == {1024}
+    monkeypatch.setattr(parts, "_LEAST_SHARE", 0.5)
+    assert widths_in_parts(512) == {1024, 512}
 
 
 def test_no_more_parts_than_asked_for(key, monkeypatch):

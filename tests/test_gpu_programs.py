@@ -129,6 +129,17 @@ def compile_on(device, function, *arguments, donated=()):
     return jax.jit(function, donate_argnums=donated).lower(*placed).compile()
 
 
+def test_loops_over_parts_run_without_waiting_for_the_host():
+    """Where XLA knows how often, it asks no device whether a loop goes on."""
+    params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 3, 64))
+    x = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.float32)
+    loss = dafjax.remat_compress(networks.conv_loss)
+    text = compile_on("H200", jax.grad(loss), params, x).as_text()
+    loops = [line for line in text.splitlines() if " while(" in line]
+    assert loops
+    assert all('"known_trip_count":{"n":"8"}' in line for line in loops)
+
+
 def step_nbytes(device, *, layouts):
     """Returns the temp bytes of a training step with kernels of 9 MiB."""
 

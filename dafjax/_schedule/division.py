@@ -30,8 +30,9 @@ def divide(
 ) -> Division | None:
     """Returns how a stretch runs in parts of its rows, `None` if it does not.
 
-    It does where large residuals are unpacked in it that all have the same rows, and
-    everything that is made of them is made row by row, or is a small sum over rows.
+    It does where large residuals are unpacked in it that all have the same rows and are
+    not much smaller than the largest of all, and everything that is made of them is
+    made row by row, or is a small sum over rows.
 
     Args:
         plan: What is kept.
@@ -47,8 +48,7 @@ def divide(
     if len(shapes) != 1 or () in shapes:
         return None
     ((num_rows,),) = shapes
-    likes = {k.value: k.like for k in plan.kept if k.value in large}
-    num_parts = parts.count(likes)
+    num_parts = parts.count(large)
     levels = _Levels(program, num_rows)
     if num_parts == 1 or not all(map(levels.add, pieces)) or levels.mixes_rows:
         return None
@@ -64,7 +64,7 @@ def divide(
     sums = [v for loop in loops for eqn in loop.sums for v in eqn.outputs]
     if 2 * _nbytes(program, sums) > _nbytes(program, large):
         return None
-    is_interleaved = parts.can_be_interleaved(likes)
+    is_interleaved = parts.can_be_interleaved(large)
     return Division(num_rows, num_parts, is_interleaved, loops, rest)
 
 

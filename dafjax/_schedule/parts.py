@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
 
 import jax
@@ -15,6 +15,11 @@ from dafjax.codecs import AbstractCodec
 # Smaller parts take longer, and the whole is not large either.
 _LEAST_NBYTES_OF_PART = 1 << 20
 
+# A stretch of the backward pass takes some five times its largest residual as a whole,
+# and some three times in parts. So where that residual is less than this share of the
+# largest of all, parts of it save nothing, and on GPUs each is many launches.
+_LEAST_SHARE = 0.6
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -24,28 +29,32 @@ class Parts:
     Attributes:
         codecs: How each residual is unpacked.
         most: The most parts.
+        likes: Shape and dtype of each residual.
     """
 
     codecs: Mapping[int, AbstractCodec]
     most: int
+    likes: Mapping[int, Like]
 
-    def count(self, likes: Mapping[int, Like]) -> int:
+    def count(self, values: Collection[int]) -> int:
         """Returns into how many parts some residuals are divided, 1 if they are not.
 
-        Args:
-            likes: Shape and dtype of each. All have as many rows.
+        All of them have as many rows.
         """
-        largest = max(likes.values(), key=_nbytes)
+        largest = max((self.likes[v] for v in values), key=_nbytes)
+        largest_of_all = max(map(_nbytes, self.likes.values()))
+        if _nbytes(largest) < _LEAST_SHARE * largest_of_all:
+            return 1
         for count in range(most_parts(largest, self.most), 1, -1):
             if _can_have_parts(largest, count) and all(
-                self.codecs[v].packs_parts(like, count) for v, like in likes.items()
+                self.codecs[v].packs_parts(self.likes[v], count) for v in values
             ):
                 return count
         return 1
 
-    def can_be_interleaved(self, likes: Mapping[int, Like]) -> bool:
+    def can_be_interleaved(self, values: Iterable[int]) -> bool:
         """Returns whether parts need not be rows that follow each other."""
-        return all(self.codecs[v].packs_rows(like) for v, like in likes.items())
+        return all(self.codecs[v].packs_rows(self.likes[v]) for v in values)
 
 
 def most_parts(like: Like, most: int) -> int:

@@ -69,7 +69,7 @@ def parts_in(store: AbstractStore, plan: ProgramPlan, most: int) -> Parts:
         else store.codec(codec, site=site, num_parts=most_parts(like, most))
         for value, site, codec, like in _packed(plan)
     }
-    return Parts(codecs, most)
+    return Parts(codecs, most, {value: like for value, *_, like in _packed(plan)})
 
 
 def _packed(
