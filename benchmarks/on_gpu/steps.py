@@ -47,7 +47,7 @@ class Options:
 
     networks: tuple[Name, ...] = ("resnet18", "gpt2")
     """What is trained."""
-    methods: tuple[str, ...] = ("save_all", "remat_full", "compress", "compress_again")
+    methods: tuple[str, ...] = ("save_all", "remat_full", "compress", "compress_whole")
     """Files of benchmarks/methods; the first is what ratios are to."""
     bits: int = 2
     """Bits of the compressing methods."""

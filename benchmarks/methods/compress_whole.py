@@ -1,0 +1,17 @@
+"""`dafjax.remat_compress` round the whole loss, the backward pass never in parts."""
+
+import dataclasses
+import functools
+
+import dafjax
+from benchmarks.methods import compress
+from benchmarks.methods.method import Method
+
+
+def make(bits: int) -> Method:
+    """Returns the method with codes of `bits` bits."""
+    return dataclasses.replace(
+        compress.make(bits),
+        label=f"dafjax, {bits} bits, all examples at once",
+        wrap_loss=functools.partial(dafjax.remat_compress, bits=bits, max_parts=1),
+    )
