@@ -7,11 +7,13 @@ the memory's bandwidth: below 1 a kernel cannot be as fast as a copy. Nothing ru
 there need be no GPU. What is not in the bound: waiting for memory, and conflicts.
 
 Counted are the instructions on the shortest way through a kernel that a whole tile of
-finite values takes: with loads or stores of four elements, noise, and all conversions.
+finite values takes: with loads or stores of four elements, the division of a block,
+noise, all conversions, and the words of codes that are stored.
 
-Units are lanes of a multiprocessor, as the CUDA C++ Programming Guide has them for
-compute capability 8 and 9: 128 start in a cycle, 64 in the integer unit, 16 in the one
-that converts between integers and floats (the slowest of what is documented).
+Units are lanes of a multiprocessor. The CUDA C++ Programming Guide has for compute
+capability 8 and 9, and Thor's 11 is taken for alike: 128 start in a cycle, 64 in the
+integer unit, 16 in the one that converts between integers and floats (the slowest of
+what is documented).
 
 Examples:
     make bench-machine-code
@@ -52,7 +54,8 @@ _BLOCK_SIZE = 256
 _LANES = {"all": 128, "integer": 64, "conversion": 16}
 _INTEGER = frozenset(
     ("LOP3", "SHF", "IMNMX", "VIMNMX", "ISETP", "FSETP", "FMNMX", "IADD3", "VIADD",
-     "SEL", "FSEL", "PRMT", "LEA", "PLOP3", "P2R", "R2P", "IABS", "BMSK", "SGXT", "FLO")
+     "SEL", "FSEL", "PRMT", "LEA", "PLOP3", "P2R", "R2P", "IABS", "BMSK", "SGXT", "FLO",
+     "FMNMX3", "VIADDMNMX")
 )  # fmt: skip
 _CONVERSION = frozenset(("F2I", "I2F", "I2FP", "F2F", "F2FP", "MUFU"))
 
@@ -235,12 +238,32 @@ def _conversions(way: Sequence[Instruction]) -> int:
     return sum(instruction.name in _CONVERSION for instruction in way)
 
 
-def _way_of_a_whole_tile(kernel: Kernel, marks: Sequence[Mark]) -> list[Instruction]:
-    """Returns the shortest way by all marks and by the most conversions."""
+def _way_of_a_whole_tile(
+    kernel: Kernel, marks: Sequence[Mark], num_stores: int
+) -> list[Instruction]:
+    """Returns the shortest way by the most conversions.
+
+    Args:
+        kernel: The instructions.
+        marks: What the way comes by before the last conversion.
+        num_stores: How many words of codes it stores, some of them behind that.
+    """
     ways = [
         way
         for last in _last_conversions(kernel)
-        if (way := shortest_way(kernel, [*marks, last.__eq__])) is not None
+        for earlier in range(num_stores + 1)
+        if (
+            way := shortest_way(
+                kernel,
+                [
+                    *marks,
+                    *[_stores_codes] * earlier,
+                    last.__eq__,
+                    *[_stores_codes] * (num_stores - earlier),
+                ],
+            )
+        )
+        is not None
     ]
     return max(ways, key=lambda way: (_conversions(way), -len(way)))
 
@@ -259,9 +282,9 @@ def _last_conversions(kernel: Kernel) -> Iterator[Instruction]:
 def _records(
     gpu: str, kernels: Mapping[str, Kernel], bits: Sequence[int]
 ) -> Iterator[Record]:
-    for operation, dtype, nbytes, pattern, marks in _operations(bits):
+    for operation, dtype, nbytes, pattern, marks, num_stores in _operations(bits):
         (kernel,) = (code for name, code in kernels.items() if re.search(pattern, name))
-        instructions = count(_way_of_a_whole_tile(kernel, marks))
+        instructions = count(_way_of_a_whole_tile(kernel, marks, num_stores))
         yield {
             "gpu": gpu,
             "operation": operation,
@@ -274,27 +297,35 @@ def _records(
 
 def _operations(
     bits: Sequence[int],
-) -> Iterator[tuple[str, str, float, str, Sequence[Mark]]]:
-    """Yields names, dtypes, bytes that are moved, patterns of kernels and marks."""
+) -> Iterator[tuple[str, str, float, str, Sequence[Mark], int]]:
+    """Yields names, dtypes, bytes moved, patterns of kernels, marks, stores."""
     for dtype, nbytes, width in (("float32", 4, "128"), ("bfloat16", 2, "64")):
         for b in bits:
             moved = nbytes + b / 8 + 4 / _BLOCK_SIZE
             for layout, columns in (("rows", "false"), ("columns", "true")):
+                # Of column blocks one warp divides for all.
+                divides = [_is("MUFU.RCP")] if layout == "rows" else []
+                noise = _has("0x846ca68b", "-0x7b935975")
                 yield (
                     f"pack {layout} {b}",
                     dtype,
                     moved,
                     rf"Pack{layout.title()}Kernel<{b}, dafjax::CodesInArrays<",
-                    # Whether all is there; values in the place of others; noise.
-                    (_is(f"LDG.E.{width}"), _has("0x846ca68b", "-0x7b935975")),
+                    [_is(f"LDG.E.{width}"), *divides, noise],
+                    b,
                 )
                 yield (
                     f"unpack {layout} {b}",
                     dtype,
                     moved,
                     rf" dafjax::UnpackKernel<{b}, {columns}>",
-                    (_is(f"STG.E.{width}"),),
+                    [_is(f"STG.E.{width}")],
+                    0,
                 )
+
+
+def _stores_codes(instruction: Instruction) -> bool:
+    return instruction.operation in ("STG.E", "STG.E.64")
 
 
 def _is(operation: str) -> Mark:

@@ -34,10 +34,13 @@ for architecture in $architectures; do
   local_memory=$(count ' (LDL|STL)')
   not_flushing=$(count ' (FADD|FMUL) ')  # FFMA: IEEE divisions have some
   wide=$(count '(LDG|STG)\.E\.128')
+  # What MinOrNan is since sm_80, which the simulator has other code for.
+  nan=$(count 'FMNMX3?\.FTZ\.NAN')
   echo "$architecture: $kernels kernels, $local_memory accesses of local memory," \
     "$not_flushing operations that do not flush, $wide loads and stores of 16 bytes"
   [ "$kernels" -gt 20 ] && [ "$local_memory" = 0 ] && [ "$not_flushing" = 0 ] &&
-    [ "$wide" -gt 100 ] || failed="$failed $architecture"
+    [ "$wide" -gt 100 ] && { [ "$architecture" = sm_75 ] || [ "$nan" -gt 100 ]; } ||
+    failed="$failed $architecture"
 done
 if [ -n "$failed" ]; then
   echo "not as it should be:$failed" >&2

@@ -5,8 +5,9 @@
 
 // What kernels are written in: CUDA C++ where nvcc compiles, and where g++ does, the same
 // names out of the simulator (simulator/cuda.h). Kernels use no CUB, no cooperative groups
-// and no PTX, and declare shared arrays and launches with the macros below. Device code is
-// compiled with -ftz=true: subnormals count as zero, as on CPUs (README.md section 2).
+// and no PTX but for what CUDA C++ has no name for (MinOrNan, below), and declare shared
+// arrays and launches with the macros below. Device code is compiled with -ftz=true:
+// subnormals count as zero, as on CPUs (README.md section 2).
 #if defined(__CUDACC__)
 
 #include <cuda_bf16.h>

@@ -79,6 +79,8 @@ DAFJAX_DEVICE uint32_t CodeOfNonFinite(float v) {
   }
 }
 
+// Requires codes of 16 bits. Written as multiplying and adding is done, off the unit that
+// has most to do.
 DAFJAX_DEVICE uint2 JoinCodes(const uint32_t (&codes)[kThreadLanes]) {
   return make_uint2(codes[1] * 0x10000 + codes[0], codes[3] * 0x10000 + codes[2]);
 }
@@ -106,9 +108,10 @@ DAFJAX_DEVICE void EncodeTile(const TileValues& values,
   }
 }
 
-// EncodeTile for whatever there is: values that are not finite, padding. Loads again, row
-// by row: this is rare, and is not to cost code or registers. `x` begins with the thread's
-// first element.
+// EncodeTile for whatever there is: values that are not finite, blocks that do not fit,
+// padding. Loads again, row by row: this is rare, but for batches of rows that are no
+// whole tiles, and is not to cost code or registers. `x` begins with the thread's first
+// element.
 template <int kBits, typename ParametersOfRow, typename Row>
 DAFJAX_DEVICE void EncodeTileWithFlags(const ConstFloatArray& x, const Piece& piece,
                                        const ParametersOfRow& parameters_of,

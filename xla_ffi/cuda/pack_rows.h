@@ -126,7 +126,7 @@ PackRowsKernel(const PackRowsJob<Codes> job) {
   const BlockParameters parameters = ParametersOf<kBits>(x.type, range, flagged);
 
   const int64_t strip = tile * kTileThreads + part;
-  const int64_t block = strip >> job.log2_strips;
+  const int64_t block = strip >> job.log2_strips;  // beyond all if the tile is
   if (row < job.num_rows && (strip & (strips - 1)) == 0 && block < job.blocks_per_row) {
     const int64_t of_all = row * job.blocks_per_row + block;
     *job.codes.Scale(of_all) = static_cast<uint16_t>(parameters.scale);

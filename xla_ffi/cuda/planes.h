@@ -87,8 +87,8 @@ struct CodesOfThread {
 };
 
 // The words of planes of four lanes, or their codes of one row, are two in each half of
-// an uint2. A shift takes bits from one half into the other; what is selected does not
-// have them.
+// an uint2. A shift, to the left if negative, takes bits from one half into the other;
+// what is selected does not have them.
 DAFJAX_DEVICE uint2 ShiftRight(uint2 v, int bits) {
   return bits >= 0 ? make_uint2(v.x >> bits, v.y >> bits)
                    : make_uint2(v.x << -bits, v.y << -bits);

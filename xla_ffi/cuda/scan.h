@@ -35,9 +35,8 @@ DAFJAX_DEVICE uint32_t ScanTile(const TileValues& values, const RangeOf& range_o
   return checksum;
 }
 
-// Calls `visit(row, i, v)` for the values of a thread that are there. Loads again, row
-// by row: this is rare, and is not to cost code or registers. `x` begins with the
-// thread's first element.
+// Calls `visit(row, i, v)` for the values of a thread that are there. Loads again, as
+// EncodeTileWithFlags does. `x` begins with the thread's first element.
 template <typename Visit>
 DAFJAX_DEVICE void VisitValues(const ConstFloatArray& x, const Piece& piece,
                                const Visit& visit) {

@@ -41,7 +41,8 @@ struct TilePlace {
 };
 
 // Of number `slot` among `slots_per_row` of each row. Divisions take long, and most
-// batches are of one row.
+// batches are of one row: what is beyond that has a tile beyond it, and what is beyond
+// several rows a row beyond them.
 DAFJAX_DEVICE TilePlace PlaceOfSlot(int64_t slot, int64_t slots_per_row,
                                     int64_t num_rows) {
   if (num_rows == 1) return {0, slot};
