@@ -18,7 +18,7 @@ import jax
 import tyro
 
 from benchmarks.environment import RESULTS, describe_environment, write_result
-from benchmarks.methods import METHODS, make_method
+from benchmarks.methods import CPU_METHODS, make_method
 from benchmarks.tables import make_console, make_table
 from benchmarks.training import SCHEDULERS
 from benchmarks.transformers import Shape
@@ -45,7 +45,7 @@ class Options(Shape):
     """Whether blocks are a Python loop, or one scan."""
     limit: str = "2GiB"
     """What the program may hold."""
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = CPU_METHODS
     """Files of benchmarks/methods; the first is what ratios are to."""
     schedulers: tuple[str, ...] = tuple(SCHEDULERS)
     """Schedulers of XLA:CPU; the one counts that takes a method farther."""

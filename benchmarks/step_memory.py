@@ -25,7 +25,7 @@ from benchmarks.harness import (
     compare,
     projection_error,
 )
-from benchmarks.methods import BASELINE, METHODS, Method, make_method
+from benchmarks.methods import BASELINE, CPU_METHODS, Method, make_method
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.tables import (
     make_console,
@@ -54,7 +54,7 @@ class Options:
     """Bits of the compressing methods."""
     width: int = 64
     """Filters of the first stage; 64 is the width of the paper."""
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = CPU_METHODS
     """Files of benchmarks/methods; the first is what ratios are to."""
     saved: bool = True
     """Count saved residuals; traced, nothing runs."""

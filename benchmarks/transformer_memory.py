@@ -34,7 +34,7 @@ from benchmarks.harness import (
     compare,
     projection_error,
 )
-from benchmarks.methods import BASELINE, METHODS, make_method
+from benchmarks.methods import BASELINE, CPU_METHODS, make_method
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.tables import (
     make_console,
@@ -61,7 +61,7 @@ class Options(Shape):
     """Sequences."""
     scan: tuple[bool, ...] = (False, True)
     """Whether blocks are a Python loop, or one scan; --time and --rss use the first."""
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = CPU_METHODS
     """Files of benchmarks/methods; the first is what ratios are to."""
     temp: bool = True
     """Ask the compiled gradients for their temporary memory; nothing runs."""

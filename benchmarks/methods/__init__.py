@@ -19,12 +19,10 @@ METHODS: Mapping[str, Callable[[int], Method]] = {
     "remat_best": remat_best.make,
     "compress": compress.make,
     "compress_again": compress_again.make,
-}
-# Where a loop over parts costs many launches.
-GPU_METHODS: Mapping[str, Callable[[int], Method]] = {
-    **METHODS,
     "compress_whole": compress_whole.make,
 }
+# The last one is for GPUs, where a loop over parts costs many launches.
+CPU_METHODS = tuple(METHODS)[:-1]
 BASELINE = "save_all"
 
 
@@ -34,8 +32,8 @@ def make_method(name: str, *, bits: int) -> Method:
     Raises:
         ValueError: There is no such method.
     """
-    if name not in GPU_METHODS:
+    if name not in METHODS:
         raise ValueError(
-            f"`method` must be one of {', '.join(GPU_METHODS)}, but got {name!r}."
+            f"`method` must be one of {', '.join(METHODS)}, but got {name!r}."
         )
-    return GPU_METHODS[name](bits)
+    return METHODS[name](bits)
