@@ -1,6 +1,7 @@
 """In which parts of their rows residuals can be unpacked."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
@@ -43,8 +44,7 @@ class Parts:
         All of them have as many rows.
         """
         largest = max((self.likes[v] for v in values), key=_nbytes)
-        largest_of_all = max(map(_nbytes, self.likes.values()))
-        if _nbytes(largest) < _LEAST_SHARE * largest_of_all:
+        if _nbytes(largest) < _LEAST_SHARE * self._largest_nbytes:
             return 1
         for count in range(most_parts(largest, self.most), 1, -1):
             if _can_have_parts(largest, count) and all(
@@ -52,6 +52,10 @@ class Parts:
             ):
                 return count
         return 1
+
+    @functools.cached_property
+    def _largest_nbytes(self) -> int:
+        return max(map(_nbytes, self.likes.values()))
 
     def can_be_interleaved(self, values: Iterable[int]) -> bool:
         """Returns whether parts need not be rows that follow each other."""

@@ -63,13 +63,14 @@ def parts_in(store: AbstractStore, plan: ProgramPlan, most: int) -> Parts:
     """Returns in which parts a plan's values can be unpacked, at most so many."""
     if are_shared_by_type(plan.program.avals):
         most = 1
+    packed = list(_packed(plan))
     codecs = {
         value: codec
         if value in plan.brief
         else store.codec(codec, site=site, num_parts=most_parts(like, most))
-        for value, site, codec, like in _packed(plan)
+        for value, site, codec, like in packed
     }
-    return Parts(codecs, most, {value: like for value, *_, like in _packed(plan)})
+    return Parts(codecs, most, {value: like for value, *_, like in packed})
 
 
 def _packed(
