@@ -1,4 +1,4 @@
-"""Memory of whole programs on GPUs, compiled by XLA:GPU without a GPU.
+"""Memory and work of whole programs on GPUs, compiled by XLA:GPU without a GPU.
 
 It needs JAX's CUDA plugin, of the version of jaxlib, and no library or driver of CUDA:
 `make bench-gpu-programs` puts it into a folder of its own and runs all of this.
@@ -22,6 +22,7 @@ import dafjax
 from benchmarks import mlp, training, transformers
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.gpu_devices import GPUS, one_device
+from benchmarks.gpu_work import work_of
 from benchmarks.methods import BASELINE, make_method
 from benchmarks.tables import make_console, make_table
 from models import memory
@@ -74,7 +75,7 @@ class Options:
     """Descriptions of benchmarks/gpu_devices.py."""
     programs: tuple[str, ...] = tuple(PROGRAMS)
     """The MLP's and the ResNet-18's are training steps, the GPT-2's gradients."""
-    methods: tuple[str, ...] = ("save_all", "remat_full", "compress")
+    methods: tuple[str, ...] = ("save_all", "remat_full", "compress", "compress_whole")
     """Files of benchmarks/methods. `remat_best` is not for GPUs: the barriers that its
     option keeps are kept there anyway, and must be gone in the end."""
     bits: int = 2
@@ -118,6 +119,7 @@ def _measure(options: Options, device: str, program: str) -> Iterator[Record]:
         compiled = workload.compile(sharding=sharding)
         seconds = time.perf_counter() - start
         temp[name] = memory.temp_nbytes(compiled)
+        work = work_of(compiled.as_text())
         yield {
             "device": device,
             "program": program,
@@ -127,6 +129,8 @@ def _measure(options: Options, device: str, program: str) -> Iterator[Record]:
             "of_plain": _over(temp[name], temp.get(BASELINE)),
             "of_checkpoint": _over(temp[name], temp.get(_CHECKPOINT)),
             "custom_calls": count_custom_calls(compiled),
+            "kernels": work.kernels,
+            "moved_nbytes": work.moved_nbytes,
             "compile_seconds": seconds,
         }
 
@@ -142,17 +146,22 @@ def _over(nbytes: int, reference: int | None) -> float | None:
 
 def _table(title: str, records: Sequence[Record]) -> rich.table.Table:
     return make_table(
-        f"Temporary memory: {title}",
+        f"Temporary memory and work: {title}",
         left=("Method",),
-        right=("Temp MB", "Of plain", "Of jax.checkpoint", "Custom calls", "Goals"),
+        right=(
+            *("Temp MB", "Of plain", "Of jax.checkpoint", "Goals"),
+            *("Custom calls", "Kernels", "GB moved"),
+        ),
         rows=[
             (
                 record["label"],
                 f"{record['temp_nbytes'] / 1e6:.1f}",
                 _ratio(record["of_plain"]),
                 _ratio(record["of_checkpoint"]),
-                str(record["custom_calls"]),
                 _verdict(record),
+                str(record["custom_calls"]),
+                str(record["kernels"]),
+                f"{record['moved_nbytes'] / 1e9:.2f}",
             )
             for record in records
         ],

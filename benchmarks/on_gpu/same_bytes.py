@@ -1,5 +1,7 @@
 """Custom calls on a GPU against those of the CPU: bytes of codes, values, results.
 
+And what XLA makes there of the decoder that it may fuse with what reads the values.
+
 Where there is no GPU, `jax.numpy` stands in for it, so that a difference would show.
 
 Examples:
@@ -27,7 +29,9 @@ from dafjax._native import (
     pack_affine,
     pack_bitmask,
     unpack_affine,
+    unpack_affine_fused,
     unpack_bitmask,
+    unpack_bitmask_fused,
 )
 from dafjax._native._reduce import minmax_reference
 
@@ -138,28 +142,35 @@ def values(size: int, dtype: str) -> jax.Array:
 
 
 def _round_trip(
-    x: jax.Array, seed: jax.Array, *, stochastic: bool, **code: int
+    x: jax.Array, seed: jax.Array, *, stochastic: bool, **code: Any
 ) -> ArrayTree:
     packed = pack_affine(x, seed, stochastic=stochastic, **code)
-    return packed, unpack_affine(*packed, size=x.shape[-1], dtype=x.dtype, **code)
+    code |= {"size": x.shape[-1], "dtype": x.dtype}
+    fused = unpack_affine_fused(*packed, shape=x.shape, **code)
+    return packed, unpack_affine(*packed, **code), fused
 
 
 def _plain_round_trip(
-    x: jax.Array, seed: jax.Array, *, stochastic: bool, **code: int
+    x: jax.Array, seed: jax.Array, *, stochastic: bool, **code: Any
 ) -> ArrayTree:
     packed = reference.pack_affine(x, seed, stochastic=stochastic, **code)
-    size, dtype = x.shape[-1], x.dtype
-    return packed, reference.unpack_affine(*packed, size=size, dtype=dtype, **code)
+    code |= {"size": x.shape[-1], "dtype": x.dtype}
+    fused = reference.unpack_affine(*packed, shape=x.shape, **code)
+    return packed, reference.unpack_affine(*packed, **code), fused
 
 
 def _bitmask_round_trip(mask: jax.Array) -> ArrayTree:
     words = pack_bitmask(mask)
-    return words, unpack_bitmask(words, size=mask.shape[-1])
+    size, shape = mask.shape[-1], mask.shape
+    fused = unpack_bitmask_fused(words, shape=shape, size=size)
+    return words, unpack_bitmask(words, size=size), fused
 
 
 def _plain_bitmask(mask: jax.Array) -> ArrayTree:
     words = reference.pack_bitmask(mask)
-    return words, reference.unpack_bitmask(words, size=mask.shape[-1])
+    size, shape = mask.shape[-1], mask.shape
+    fused = reference.unpack_bitmask(words, shape=shape, size=size)
+    return words, reference.unpack_bitmask(words, size=size), fused
 
 
 def _plain_minmax(x: jax.Array) -> ArrayTree:

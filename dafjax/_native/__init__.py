@@ -21,6 +21,10 @@ from dafjax._native._device_facts import (
     processor as processor,
 )
 from dafjax._native._first_order import first_order as first_order
+from dafjax._native._fused import (
+    unpack_affine_fused as unpack_affine_fused,
+    unpack_bitmask_fused as unpack_bitmask_fused,
+)
 from dafjax._native._ledger import (
     LEDGER_NOTE as LEDGER_NOTE,
     ledger_note as ledger_note,

@@ -3,6 +3,9 @@
 import dataclasses
 import math
 
+import jax.numpy as jnp
+from jax import lax
+
 from dafjax._native._layout import LANES, ROWS, TILE, folded_width
 from dafjax._typing import Array
 
@@ -41,23 +44,45 @@ class Blocks:
     def to_tiles(self, x: Array) -> Array:
         """Arranges a padded row as `[tiles, 16, 32]`."""
         *batch, size = x.shape
-        groups = self._lane_groups
+        groups = self.lane_groups
         x = x.reshape(*batch, size // TILE // groups, ROWS, groups, LANES)
         return x.swapaxes(-2, -3).reshape(*batch, size // TILE, ROWS, LANES)
 
     def from_tiles(self, tiles: Array) -> Array:
         """Inverts `to_tiles`."""
         *batch, count, _, _ = tiles.shape
-        groups = self._lane_groups
+        groups = self.lane_groups
         x = tiles.reshape(*batch, count // groups, groups, ROWS, LANES)
         return x.swapaxes(-2, -3).reshape(*batch, count * TILE)
+
+    def spread(self, parameters: Array, positions: int) -> Array:
+        """Gives what belongs to blocks to their elements.
+
+        Args:
+            parameters: `[*batch, blocks]`.
+            positions: Rows of 32 elements, or of `columns` and what fills 32, that
+                there are.
+
+        Returns:
+            `[*batch, positions, lanes]`.
+        """
+        *batch, count = parameters.shape
+        rows = count // self._width
+        length = self.block_size if self.columns else self.block_size // LANES
+        lanes = self.lane_groups * LANES
+        spread = jnp.broadcast_to(
+            parameters.reshape(*batch, rows, 1, self._width),
+            (*batch, rows, length, lanes),
+        )
+        spread = spread.reshape(*batch, rows * length, lanes)
+        return lax.slice_in_dim(spread, 0, positions, axis=-2)
+
+    @property
+    def lane_groups(self) -> int:
+        """Tiles that lie side by side."""
+        return 1 if self.columns == 0 else folded_width(self.columns) // LANES
 
     @property
     def _width(self) -> int:
         """Blocks that lie side by side."""
         return 1 if self.columns == 0 else folded_width(self.columns)
-
-    @property
-    def _lane_groups(self) -> int:
-        """Tiles that lie side by side."""
-        return 1 if self.columns == 0 else folded_width(self.columns) // LANES

@@ -1,6 +1,10 @@
 """Codes to bit planes and back in jax.numpy: `xla_ffi/README.md`, section 1."""
 
+import functools
+import operator
+
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dafjax._native._layout import LANES, PLANE_WIDTHS, ROWS, TILE
@@ -31,21 +35,39 @@ def pack_planes(codes: Array, bits: int) -> Array:
     return jnp.concatenate(planes, axis=-1)
 
 
-def unpack_planes(words: Array, bits: int, tiles: int) -> Array:
-    """Inverts `pack_planes`: uint16 `[*batch, words]` to uint32 codes."""
+def unpack_planes(words: Array, bits: int, tiles: int, groups: int = 1) -> Array:
+    """Inverts `pack_planes` for tiles of which `groups` at a time lie side by side.
+
+    Words are put side by side before codes are made of them, so that XLA can do it all
+    in a kernel that reads the codes: of codes it would be a transposition.
+
+    Args:
+        words: uint16 `[*batch, words]`.
+        bits: Bits of a code.
+        tiles: Tiles of a row.
+        groups: How many tiles are side by side, a divisor of `tiles`.
+
+    Returns:
+        uint32 codes `[*batch, tiles / groups * 16, groups * 32]`.
+    """
     batch = words.shape[:-1]
-    codes = jnp.zeros((*batch, tiles, ROWS, LANES), jnp.uint32)
+    shape = (*batch, tiles // groups * ROWS, groups * LANES)
+    planes: list[Array] = []
     start = 0
     for shift, width in _plane_places(bits):
         stop = start + tiles * width * LANES
-        plane = lax.slice_in_dim(words, start, stop, axis=-1).astype(jnp.uint32)
-        plane = plane.reshape(*batch, tiles, width, 1, LANES)
-        fields = (plane >> _field_shifts(width, plane.ndim)) & jnp.uint32(
-            (1 << width) - 1
-        )
-        codes = codes | (fields.reshape(codes.shape) << jnp.uint32(shift))
+        plane = lax.slice_in_dim(words, start, stop, axis=-1)
+        plane = plane.reshape(*batch, tiles // groups, groups, width, LANES)
+        plane = plane.swapaxes(-2, -3).astype(jnp.uint32)
+        plane = plane.reshape(*batch, tiles // groups, width, 1, groups * LANES)
+        # Of shifts by multiples XLA:GPU makes a table, in a kernel of its own.
+        numbers = _field_shifts(width, plane.ndim) // width
+        for _ in range(width):
+            plane = plane >> numbers
+        fields = (plane & jnp.uint32((1 << width) - 1)).reshape(shape)
+        planes.append(fields << jnp.uint32(shift) if shift else fields)
         start = stop
-    return codes
+    return functools.reduce(operator.or_, planes, jnp.zeros(shape, jnp.uint32))
 
 
 def _plane_places(bits: int) -> list[tuple[int, int]]:
@@ -58,7 +80,7 @@ def _plane_places(bits: int) -> list[tuple[int, int]]:
     return places
 
 
-def _field_shifts(width: int, ndim: int) -> Array:
+def _field_shifts(width: int, ndim: int) -> np.ndarray:
     """Returns the shift of each field of a word, along the last axis but one."""
-    shifts = jnp.arange(0, ROWS, width, dtype=jnp.uint32)
+    shifts = np.arange(0, ROWS, width, dtype=np.uint32)
     return shifts.reshape((1,) * (ndim - 2) + (ROWS // width, 1))

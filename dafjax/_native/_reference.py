@@ -177,55 +177,67 @@ def unpack_affine(
     block_size: int,
     columns: int = 0,
     kept_bits: int | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> Array:
     """Decodes rows: section 2. See `dafjax._native.unpack_affine`.
 
     With `kept_bits`, `codes` have lost all planes but those of so many bits: section 5.
+    With `shape`, the result has that, and takes fewer operations for an element, of
+    which one may be on subnormal numbers: XLA:GPU does not flush them.
     """
     kept = bits if kept_bits is None else kept_bits
     codes, scale, minimum = _wait_for(after, codes, scale, minimum)
+    batch = codes.shape[:-1]
     blocks = Blocks(block_size, columns)
-    code = blocks.from_tiles(unpack_planes(codes, kept, num_tiles(size, columns)))
-    padded = num_blocks(size, block_size, columns) * block_size
-    code = blocks.to_blocks(_cut(_pad(code, padded), padded))
+    code = unpack_planes(codes, kept, num_tiles(size, columns), blocks.lane_groups)
+    lanes = code.shape[-1]
+    positions = -(-size // lanes)
+    code = lax.slice_in_dim(code, 0, positions, axis=-2)
 
-    scale_bits = fb.bfloat16_bits(scale)[..., None]
-    flagged = (scale_bits & jnp.uint32(0x8000)) != jnp.uint32(0)
-    scale = fb.from_bits((scale_bits & jnp.uint32(0x7FFF)) << jnp.uint32(16))
-    minimum = fb.from_bits(fb.bfloat16_bits(minimum) << jnp.uint32(16))[..., None]
+    # What is done on values is done in the shape in which they are read: where they are
+    # read several times, XLA:GPU else reckons that it had to do it as often.
+    def arrange(x: Array) -> Array:
+        row = x.reshape(*batch, positions * lanes)
+        return _cut(row, size).reshape((*batch, size) if shape is None else shape)
 
-    if kept == 0:
-        special = jnp.broadcast_to(flagged, code.shape)
-    else:
-        special = flagged & ((code >> jnp.uint32(kept - 1)) != jnp.uint32(0))
-    mask = jnp.uint32((1 << kept) - 1) >> flagged.astype(jnp.uint32)
-    step = (code & mask).astype(jnp.int32).astype(jnp.float32)
+    code = arrange(code)
+    scale = arrange(blocks.spread(scale, positions))
+    minimum = arrange(blocks.spread(minimum, positions))
+    is_flagged = fb.bfloat16_bits(scale) >> jnp.uint32(15)
+    scale = jnp.abs(scale.astype(jnp.float32))
+    minimum = minimum.astype(jnp.float32)
+    step = code.astype(jnp.int32).astype(jnp.float32)
     if kept < bits:
         alike = 2 ** (bits - kept)
         step = step * jnp.float32(alike) + jnp.float32((alike - 1) / 2)
     # Halved where the product could overflow. The product is exact either way, so that
     # a fused multiply-add changes nothing, and so is doubling the sum.
-    is_large = minimum <= _LARGE_MINIMUM
+    is_large = shape is not None or minimum <= _LARGE_MINIMUM
     shrink = jnp.where(is_large, jnp.float32(0.5), jnp.float32(1))
     grow = jnp.where(is_large, jnp.float32(2), jnp.float32(1))
-    value = (minimum * shrink + step * (scale * shrink)) * grow
+    value = (minimum * shrink + (step * shrink) * scale) * grow
     value = fb.round_to(value, dtype)
 
-    value = jnp.where(special, _not_finite_value(code, kept, dtype), value)
-    return _cut(blocks.from_blocks(value), size)
+    # In integers: XLA:GPU would write booleans to memory, to decode less often.
+    special = is_flagged if kept == 0 else is_flagged & (code >> jnp.uint32(kept - 1))
+    word = jnp.uint32 if dtype == jnp.float32 else jnp.uint16
+    mask = -special.astype(word)
+    finite = lax.bitcast_convert_type(value, word) & ~mask
+    not_finite = _not_finite_bits(code, kept, dtype).astype(word) & mask
+    return lax.bitcast_convert_type(finite | not_finite, dtype)
 
 
-def _not_finite_value(code: Array, bits: int, dtype: np.dtype) -> Array:
-    nan = jnp.asarray(np.nan, dtype)
+def _not_finite_bits(code: Array, bits: int, dtype: np.dtype) -> Array:
+    """Returns the pattern of NaN, or of what the top three bits of a code stand for."""
+    info = jnp.finfo(dtype)
+    infinity = jnp.uint32(((1 << info.nexp) - 1) << info.nmant)
+    nan = jnp.uint32(1 << (info.nmant - 1))
     if bits < 3:
-        return jnp.full(code.shape, nan)
-    kind = code >> jnp.uint32(bits - 3)
-    infinite = jnp.where(
-        kind == jnp.uint32(0b111),
-        jnp.asarray(-np.inf, dtype),
-        jnp.asarray(np.inf, dtype),
-    )
-    return jnp.where(kind >= jnp.uint32(0b110), infinite, nan)
+        return jnp.broadcast_to(infinity | nan, code.shape)
+    is_infinite = (code >> jnp.uint32(bits - 2)) & jnp.uint32(1)
+    is_negative = (code >> jnp.uint32(bits - 3)) & is_infinite
+    sign = is_negative << jnp.uint32(info.bits - 1)
+    return infinity | sign | ((is_infinite ^ jnp.uint32(1)) * nan)
 
 
 def pack_bitmask(mask: Array) -> Array:
@@ -234,19 +246,28 @@ def pack_bitmask(mask: Array) -> Array:
     return pack_planes(to_tiles(_pad(mask, tiles * TILE).astype(jnp.uint32)), 1)
 
 
-def unpack_bitmask(words: Array, *after: Array, size: int) -> Array:
-    """Inverts `pack_bitmask`. See `dafjax._native.unpack_bitmask`."""
+def unpack_bitmask(
+    words: Array, *after: Array, size: int, shape: tuple[int, ...] | None = None
+) -> Array:
+    """Inverts `pack_bitmask`. See `dafjax._native.unpack_bitmask`.
+
+    With `shape`, the result has that.
+    """
     (words,) = _wait_for(after, words)
+    batch = words.shape[:-1]
     fields = unpack_planes(words, 1, num_tiles(size))
-    fields = fields.reshape(*words.shape[:-1], num_tiles(size) * TILE)
-    return _cut(fields, size) != jnp.uint32(0)
+    fields = _cut(fields.reshape(*batch, num_tiles(size) * TILE), size)
+    fields = fields.reshape((*batch, size) if shape is None else shape)
+    return fields != jnp.uint32(0)
 
 
 def tie(
-    *arrays: Array, all_are_read: bool, num_awaited: int, num_settled: int
+    *arrays: Array, all_are_read: bool, num_awaited: int, num_settled: int, fused: bool
 ) -> tuple[Array, ...]:
     """Returns its arguments, none before all but the last are there that are read."""
     del all_are_read, num_awaited
+    if fused:
+        return arrays
     num_tied = len(arrays) - num_settled
     return (*lax.optimization_barrier(arrays[:num_tied]), *arrays[num_tied:])
 

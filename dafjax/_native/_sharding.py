@@ -69,6 +69,15 @@ def rows_like(rows: Any, length: int, dtype: Any) -> Any:
     )
 
 
+def reshaped(aval: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the type of an array of another shape, which no mesh axis divides."""
+    sharding = aval.sharding
+    if not sharding.mesh.empty:
+        spec = PartitionSpec(*[None] * len(shape))
+        sharding = NamedSharding(sharding.mesh, spec)
+    return aval.update(shape=shape, sharding=sharding)
+
+
 def is_divided(context: mlir.LoweringRuleContext) -> bool:
     """Returns whether a lowering is for a program that XLA divides among devices."""
     axes = context.module_context.axis_context

@@ -28,6 +28,7 @@ def tie(
     all_are_read: bool = True,
     num_awaited: int = 0,
     num_settled: int = 0,
+    fused: bool = False,
 ) -> tuple[Array, ...]:
     """Returns its arguments unchanged, none of them before all are computed.
 
@@ -45,6 +46,9 @@ def tie(
         num_settled: How many of the arrays, the last ones, wait for the others, which
             do not wait for them. On a GPU they wait for nothing: XLA:GPU puts off what
             reads results of a barrier.
+        fused: Whether what waits is decoded in the kernels that read it, where XLA can
+            do that. Then the arrays are not tied but on CPUs: so they need not be
+            there before those kernels, and can be made in them too.
 
     Returns:
         The same arrays, tied.
@@ -58,6 +62,7 @@ def tie(
             all_are_read=all_are_read,
             num_awaited=awaited,
             num_settled=settled,
+            fused=fused,
         )
     )
     return tuple(next(tied) if can_pass_through(x) else x for x in arrays)

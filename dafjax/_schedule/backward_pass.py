@@ -12,7 +12,13 @@ from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.importance import Probe
 from dafjax._schedule.loops import run_loop
 from dafjax._schedule.not_before import can_be_tied, not_before
-from dafjax._schedule.steps import Division, Loop, Step, Unpacking
+from dafjax._schedule.steps import (
+    Division,
+    Loop,
+    Step,
+    Unpacking,
+    written,
+)
 from dafjax._schedule.stored import MeasuredHandle, codecs_in
 from dafjax._schedule.stretches import stretches_of
 from dafjax._schedule.ties import Ties
@@ -81,6 +87,8 @@ class _RunningBackward:
         # What is taken from the store and through a tie, to be unpacked in parts.
         self._taken: dict[int, ArrayTree] = {}
         self._codecs = codecs_in(store, plan, schedule)
+        # What has to be in memory in the stretch that runs.
+        self._written: set[int] = set()
         self._env: dict[int, Any] = {}
         # XLA cannot make it again of what it was made of.
         self._of_loops: set[int] = set()
@@ -101,6 +109,9 @@ class _RunningBackward:
         """Runs a stretch, in parts if it can."""
         if stretch[0].begins:
             self._begin(stretch[0])
+        self._written = written(
+            piece for step in stretch for piece in (*step.restored, step.equation)
+        )
         division = stretch[0].division
         if division is not None:
             self._take(division)
@@ -219,17 +230,19 @@ class _RunningBackward:
         self._learn(self._pinned(made))
 
     def _unpack(self, item: Unpacking) -> None:
+        fused = item.value not in self._written
         if item.behind and self._ties.partial:
             *values, self._token = tie(
-                *(self._env[v] for v in item.behind), self._token
+                *(self._env[v] for v in item.behind), self._token, fused=fused
             )
             self._env.update(zip(item.behind, values, strict=True))
         after = (self._token,) if self._ties.cotangent else ()
         codec = self._codecs[item.value]
+        decode = codec.decode_fused if fused else codec.decode
         like = self._kept[item.value].like
         with jax.named_scope("unpack"):
             packed = self._packed(item.value)
-            unpacked = codec.decode(packed, like, after=after)
+            unpacked = decode(packed, like, after=after)
         self._learn({item.value: unpacked})
         self._see_range(item.value, packed)
 

@@ -11,7 +11,7 @@ from jax import lax
 from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.importance import moments_of_part
-from dafjax._schedule.steps import Division, Loop, Unpacking
+from dafjax._schedule.steps import Division, Loop, Unpacking, written
 from dafjax._trace.by_rows import evaluate_on_rows
 from dafjax._trace.equation import look_up
 from dafjax._typing import Array, ArrayTree
@@ -97,6 +97,7 @@ class _RunningLoop:
         self._sources = {
             v: self._divided(env[v]) for v in loop.sources if v not in loop.replaced
         }
+        self._written = written((*loop.by_rows, *loop.sums))
         self._coded = jax.tree.map(lambda x: self._divided(_as_bits(x)), dict(packed))
 
     def start(self, sampled: Iterable[int]) -> Carry:
@@ -142,13 +143,17 @@ class _RunningLoop:
         """Returns the parts of what is read, and what tells that they are there."""
         replaced = dict(zip(self._loop.replaced, wholes, strict=True))
         sources = self._sources | {v: x for v, x in replaced.items() if v is not None}
-        # Pinned: else XLA:GPU rearranges the whole, as a product reads its parts.
-        part = {v: pin(self._part_of(x, number)) for v, x in sources.items()}
+        part = {v: self._part_of(x, number) for v, x in sources.items()}
+        # Else XLA:GPU rearranges the whole, as a product reads its parts.
+        part.update((v, pin(part[v])) for v in self._written & part.keys())
         if not self._loop.results:
             return part, self._token
         # Else XLA copies the whole before it writes to it, as if something of the part
-        # might be read behind that.
-        *tied, after = tie(*part.values(), self._token)
+        # might be read behind that. Not so if all that is read leads to one result:
+        # then XLA:GPU can do everything in the kernel that writes it.
+        leads_to_one = len(self._loop.results) == 1 and not self._loop.sums
+        fused = leads_to_one and not self._written
+        *tied, after = tie(*part.values(), self._token, fused=fused)
         return dict(zip(part, tied, strict=True)), after
 
     def _compute(
@@ -171,16 +176,21 @@ class _RunningLoop:
     def _unpack(
         self, item: Unpacking, part: dict[int, Any], after: Array, number: Array
     ) -> Array:
+        value = item.value
+        fused = value not in self._written
         # Not what the loop leaves out, and what is there as a whole.
         waiting = [v for v in item.behind if v in part]
         if waiting:
-            *tied, after = tie(*(part[v] for v in waiting), after)
+            *tied, after = tie(*(part[v] for v in waiting), after, fused=fused)
             part.update(zip(waiting, tied, strict=True))
-        value = item.value
+        # What waits is the number, so that XLA can take a part of the codes in the
+        # kernel that decodes it.
+        number, after = tie(number, after)
         bits = jax.tree.map(lambda x: self._part_of(x, number), self._coded[value])
         codes = jax.tree.map(_from_bits, bits, self._packed[value])
         codec = self._codecs[value]
-        part[value] = codec.decode(codes, self._likes[value], after=(after,))
+        decode = codec.decode_fused if fused else codec.decode
+        part[value] = decode(codes, self._likes[value])
         return after
 
     @property

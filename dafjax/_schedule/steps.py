@@ -1,6 +1,7 @@
 """The steps of a backward pass: what each restores, computes, and waits for."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import final
 
 from dafjax._trace.equation import Equation
@@ -130,3 +131,16 @@ class Step:
     def recomputed(self) -> tuple[Equation, ...]:
         """The equations of the forward pass to run again, in order."""
         return tuple(r for r in self.restored if isinstance(r, Equation))
+
+
+def written(pieces: Iterable[Unpacking | Equation | None]) -> set[int]:
+    """Returns what is read by equations that XLA runs in kernels of their own.
+
+    It has to be in memory for them; all else XLA can make in the kernels that read it.
+    """
+    return {
+        value
+        for piece in pieces
+        if isinstance(piece, Equation) and not piece.is_fusible
+        for value in piece.input_values
+    }

@@ -15,6 +15,8 @@ from jax._src.core import DropVar
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
+from dafjax._trace.primitives import is_cheap
+
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,6 +25,8 @@ class Constant:
 
     value: Any
 
+
+_CALLS = ("jit", "pjit")
 
 # A value is the number of its place in `Graph.avals`.
 Atom: TypeAlias = int | Constant
@@ -56,7 +60,7 @@ class Equation:
         name = self.jaxpr.eqns[0].primitive.name
         if name == "integer_pow" and self.params["y"] == 1:
             return "copy"
-        return self.params["name"] if name in ("jit", "pjit") else name
+        return self.params["name"] if name in _CALLS else name
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -165,6 +169,14 @@ class Equation:
         (_, contracted), (_, batch) = self.params["dimension_numbers"]
         aval: Any = self.jaxpr.eqns[0].invars[1].aval
         return not batch and aval.ndim > len(contracted)
+
+    @property
+    def is_fusible(self) -> bool:
+        """Whether XLA can run it in one kernel with others: all that it does is cheap.
+
+        A call is, if all that is called is.
+        """
+        return _is_fusible(self.jaxpr)
 
     @property
     def has_effect(self) -> bool:
@@ -302,6 +314,15 @@ def with_constants(body: Any) -> ClosedJaxpr:
     if isinstance(body, ClosedJaxpr):
         return body
     return ClosedJaxpr(body, getattr(body, "consts", ()))
+
+
+def _is_fusible(jaxpr: jex_core.Jaxpr) -> bool:
+    return all(
+        _is_fusible(with_constants(eqn.params["jaxpr"]).jaxpr)
+        if eqn.primitive.name in _CALLS
+        else is_cheap(eqn.primitive.name)
+        for eqn in jaxpr.eqns
+    )
 
 
 def _num_products_of_convolution(

@@ -56,6 +56,28 @@ class AbstractCodec(abc.ABC):
             ValueError: The shapes of `packed` do not belong to `like`.
         """
 
+    def decode_fused(
+        self, packed: ArrayTree, like: Like, *, after: tuple[Array, ...] = ()
+    ) -> Array:
+        """Unpacks what no product reads, as `decode` does.
+
+        On a GPU, XLA can then unpack in the kernels that read the array, so that it is
+        never written to memory. A codec that knows no such way does what `decode` does.
+
+        Args:
+            packed: The result of `encode`.
+            like: Shape and dtype of the array that was packed.
+            after: As `decode` takes them.
+
+        Returns:
+            The array that `decode` returns.
+
+        Raises:
+            TypeError: `like.dtype` is not supported.
+            ValueError: The shapes of `packed` do not belong to `like`.
+        """
+        return self.decode(packed, like, after=after)
+
     def packs_rows(self, like: Like) -> bool:
         """Returns whether each row of such an array is packed by itself.
 

@@ -3,13 +3,13 @@
 import dataclasses
 import math
 import operator
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dafjax._native import pack_affine, unpack_affine
+from dafjax._native import pack_affine, unpack_affine, unpack_affine_fused
 from dafjax._native._layout import (
     BITS,
     BLOCK_SIZES,
@@ -19,7 +19,7 @@ from dafjax._native._layout import (
 )
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
-from dafjax.codecs._rows import from_rows, rows_of, to_rows
+from dafjax.codecs._rows import from_rows, is_divided_by_type, rows_of, to_rows
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -158,20 +158,18 @@ class Affine(AbstractCodec):
     def decode(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
-        self.check(like)
-        rows, columns = self.rows_and_columns(like.shape)
-        unpacked = unpack_affine(
-            packed.codes,
-            packed.scale,
-            packed.minimum,
-            *after,
-            size=rows[-1],
-            dtype=jnp.dtype(like.dtype),
-            bits=self.bits,
-            block_size=self.block_size,
-            columns=columns,
-        )
+        operands = packed.codes, packed.scale, packed.minimum, *after
+        unpacked = unpack_affine(*operands, **self._unpack_parameters(like))
         return from_rows(unpacked, like)
+
+    def decode_fused(
+        self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
+    ) -> Array:
+        if is_divided_by_type(like):
+            return self.decode(packed, like, after=after)
+        operands = packed.codes, packed.scale, packed.minimum, *after
+        parameters = self._unpack_parameters(like)
+        return unpack_affine_fused(*operands, shape=tuple(like.shape), **parameters)
 
     def packs_rows(self, like: Like) -> bool:
         rows, _ = self.rows_and_columns(like.shape)
@@ -205,6 +203,17 @@ class Affine(AbstractCodec):
                 if num_positions(candidate[-1], shape[-1]) >= min(BLOCK_SIZES):
                     return candidate, shape[-1]
         return rows, 0
+
+    def _unpack_parameters(self, like: Like) -> dict[str, Any]:
+        self.check(like)
+        rows, columns = self.rows_and_columns(like.shape)
+        return {
+            "size": rows[-1],
+            "dtype": jnp.dtype(like.dtype),
+            "bits": self.bits,
+            "block_size": self.block_size,
+            "columns": columns,
+        }
 
     def check(self, like: Like) -> None:
         name = like.dtype.name

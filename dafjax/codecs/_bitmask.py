@@ -7,11 +7,11 @@ from typing import final
 import jax
 import jax.numpy as jnp
 
-from dafjax._native import pack_bitmask, unpack_bitmask
+from dafjax._native import pack_bitmask, unpack_bitmask, unpack_bitmask_fused
 from dafjax._native._layout import num_words
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
-from dafjax.codecs._rows import from_rows, rows_of, to_rows
+from dafjax.codecs._rows import from_rows, is_divided_by_type, rows_of, to_rows
 
 
 @final
@@ -52,6 +52,17 @@ class Bitmask(AbstractCodec):
         self.check(like)
         rows = unpack_bitmask(packed, *after, size=rows_of(like.shape)[-1])
         return from_rows(rows, like)
+
+    def decode_fused(
+        self, packed: Array, like: Like, *, after: tuple[Array, ...] = ()
+    ) -> Array:
+        if is_divided_by_type(like):
+            return self.decode(packed, like, after=after)
+        self.check(like)
+        shape = tuple(like.shape)
+        return unpack_bitmask_fused(
+            packed, *after, shape=shape, size=rows_of(shape)[-1]
+        )
 
     def packs_rows(self, like: Like) -> bool:
         rows = rows_of(like.shape)

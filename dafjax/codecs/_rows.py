@@ -54,10 +54,15 @@ def to_rows(x: Array, rows: tuple[int, ...]) -> Array:
 
 def from_rows(rows: Array, like: Like) -> Array:
     """Returns an array of the shape, and divided among devices, as it was."""
-    sharding: Any = like.sharding
-    if sharding is None or not _is_explicit(sharding):
+    if not is_divided_by_type(like):
         return lax.reshape(rows, like.shape)
-    return lax.reshape(rows, like.shape, out_sharding=sharding)
+    return lax.reshape(rows, like.shape, out_sharding=like.sharding)
+
+
+def is_divided_by_type(like: Like) -> bool:
+    """Returns whether the type of an array says how devices share it."""
+    sharding: Any = like.sharding
+    return sharding is not None and _is_explicit(sharding)
 
 
 def _is_explicit(sharding: Any) -> bool:

@@ -70,6 +70,11 @@ class AdaptiveAffine(AbstractCodec):
     ) -> Array:
         return self.affine.decode(packed, like, after=after)
 
+    def decode_fused(
+        self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
+    ) -> Array:
+        return self.affine.decode_fused(packed, like, after=after)
+
     def packs_rows(self, like: Like) -> bool:
         return self.affine.packs_rows(like)
 

@@ -1,0 +1,178 @@
+"""Primitives that decode in the kernels that read the result, where XLA can do that.
+
+What a custom call decodes is written to memory and read again: twice the bytes that a
+program moves for it anyway, and a temporary array. XLA:GPU makes a good kernel of the
+decoder in `jax.numpy` and of what reads the result, if that is elementwise or a sum. A
+product needs its operands in memory, so that it is decoded for by a custom call, which
+takes fewer instructions; and on CPUs everything is, for XLA:CPU's code takes far more.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from dafjax._native import _reference
+from dafjax._native._affine import unpack_affine, unpack_affine_p
+from dafjax._native._bitmask import unpack_bitmask, unpack_bitmask_p
+from dafjax._native._primitive import (
+    batch_size,
+    can_pass_through,
+    make_primitive,
+    refuse_derivatives,
+    to_front,
+)
+from dafjax._native._sharding import is_divided, reshaped
+from dafjax._typing import Array
+
+
+def unpack_affine_fused(
+    codes: Array,
+    scale: Array,
+    minimum: Array,
+    *after: Array,
+    shape: tuple[int, ...],
+    size: int,
+    dtype: np.dtype,
+    bits: int,
+    block_size: int,
+    columns: int = 0,
+) -> Array:
+    """Decodes rows as `unpack_affine` does, and reshapes them.
+
+    Args:
+        codes: As for `unpack_affine`, and so are `scale` and `minimum`.
+        scale: As above.
+        minimum: As above.
+        *after: Arrays of any shape that are computed first. They are not read.
+        shape: The shape of the result.
+        size: As for `unpack_affine`, and so are the other parameters.
+        dtype: As above.
+        bits: As above.
+        block_size: As above.
+        columns: As above.
+
+    Returns:
+        An array of `shape` and `dtype`.
+
+    Raises:
+        TypeError: As `unpack_affine` raises it.
+        ValueError: So too.
+    """
+    return unpack_affine_fused_p.bind(
+        codes,
+        scale,
+        minimum,
+        *filter(can_pass_through, after),
+        shape=shape,
+        size=size,
+        dtype=jnp.dtype(dtype),
+        bits=bits,
+        block_size=block_size,
+        columns=columns,
+    )
+
+
+def unpack_bitmask_fused(
+    words: Array, *after: Array, shape: tuple[int, ...], size: int
+) -> Array:
+    """Inverts `pack_bitmask` as `unpack_bitmask` does, and reshapes the rows.
+
+    Args:
+        words: As for `unpack_bitmask`.
+        *after: Arrays of any shape that are computed first. They are not read.
+        shape: The shape of the result.
+        size: Elements of a row.
+
+    Returns:
+        bool of `shape`.
+
+    Raises:
+        TypeError: As `unpack_bitmask` raises it.
+        ValueError: So too.
+    """
+    after = tuple(filter(can_pass_through, after))
+    return unpack_bitmask_fused_p.bind(words, *after, shape=shape, size=size)
+
+
+def _make_primitive(
+    name: str,
+    primitive: Primitive,
+    call: Callable[..., Array],
+    reference: Callable[..., Array],
+    num_data: int,
+) -> Primitive:
+    """Makes the primitive that decodes as another one does.
+
+    Args:
+        name: Its name.
+        primitive: The other one.
+        call: What binds that.
+        reference: The decoder that XLA can fuse, in `jax.numpy`.
+        num_data: How many of the operands are decoded, the first ones.
+    """
+
+    def abstract_eval(*avals: Any, shape: tuple[int, ...], **params: Any) -> Any:
+        rows, _ = primitive.abstract_eval(*avals, **params)
+        return reshaped(rows, shape)
+
+    def as_call(*operands: Array, shape: tuple[int, ...], **params: Any) -> Array:
+        return lax.reshape(call(*operands, **params), shape)
+
+    def lower(
+        context: mlir.LoweringRuleContext, *operands: Any, **params: Any
+    ) -> Sequence[Any]:
+        # What devices share goes by the rule that the other primitive has for it.
+        function = as_call if is_divided(context) else reference
+        lower = mlir.lower_fun(function, multiple_results=False)
+        return lower(context, *operands, **params)
+
+    def batch(
+        operands: Sequence[Array],
+        axes: Sequence[int | None],
+        *,
+        shape: tuple[int, ...],
+        **params: Any,
+    ) -> tuple[Array, int | None]:
+        data, of_data = operands[:num_data], axes[:num_data]
+        if all(axis is None for axis in of_data):
+            return fused.bind(*operands, shape=shape, **params), None
+        size = batch_size(data, of_data)
+        data = [to_front(x, a, size) for x, a in zip(data, of_data, strict=True)]
+        rest = operands[num_data:]
+        return fused.bind(*data, *rest, shape=(size, *shape), **params), 0
+
+    fused = make_primitive(
+        name,
+        abstract_eval=abstract_eval,
+        reference=reference,
+        multiple_results=False,
+        is_call_on_cpu=False,
+    )
+    mlir.register_lowering(fused, lower)
+    lower_as_call = mlir.lower_fun(as_call, multiple_results=False)
+    mlir.register_lowering(fused, lower_as_call, platform="cpu")
+    batching.primitive_batchers[fused] = batch
+    refuse_derivatives(fused, num_data=num_data)
+    return fused
+
+
+unpack_affine_fused_p: Primitive = _make_primitive(
+    "dafjax_unpack_affine_fused",
+    unpack_affine_p,
+    unpack_affine,
+    _reference.unpack_affine,
+    num_data=3,
+)
+# Booleans have no tangent: there is no operand to refuse, but there is data.
+unpack_bitmask_fused_p: Primitive = _make_primitive(
+    "dafjax_unpack_bitmask_fused",
+    unpack_bitmask_p,
+    unpack_bitmask,
+    _reference.unpack_bitmask,
+    num_data=1,
+)
