@@ -171,7 +171,7 @@ def test_on_cuda_it_is_what_xla_can_fuse(is_built, monkeypatch):
 @pytest.mark.parametrize(("platform", "num_ties"), [("cpu", 1), ("cuda", 0)])
 def test_what_is_fused_need_not_wait_but_on_cpus(platform, num_ties):
     x = jax.ShapeDtypeStruct((37,), jnp.float32)
-    text = lower(lambda x, y: tie(x, y, fused=True), x, x, platform=platform)
+    text = lower(lambda x, y: tie(x, y, only_on_cpus=True), x, x, platform=platform)
     assert text.count("custom_call @dafjax_tie(") == num_ties
     assert "optimization_barrier" not in text
 

@@ -262,11 +262,15 @@ def unpack_bitmask(
 
 
 def tie(
-    *arrays: Array, all_are_read: bool, num_awaited: int, num_settled: int, fused: bool
+    *arrays: Array,
+    all_are_read: bool,
+    num_awaited: int,
+    num_settled: int,
+    only_on_cpus: bool,
 ) -> tuple[Array, ...]:
     """Returns its arguments, none before all but the last are there that are read."""
     del all_are_read, num_awaited
-    if fused:
+    if only_on_cpus:
         return arrays
     num_tied = len(arrays) - num_settled
     return (*lax.optimization_barrier(arrays[:num_tied]), *arrays[num_tied:])

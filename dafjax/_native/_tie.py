@@ -28,7 +28,7 @@ def tie(
     all_are_read: bool = True,
     num_awaited: int = 0,
     num_settled: int = 0,
-    fused: bool = False,
+    only_on_cpus: bool = False,
 ) -> tuple[Array, ...]:
     """Returns its arguments unchanged, none of them before all are computed.
 
@@ -46,9 +46,8 @@ def tie(
         num_settled: How many of the arrays, the last ones, wait for the others, which
             do not wait for them. On a GPU they wait for nothing: XLA:GPU puts off what
             reads results of a barrier.
-        fused: Whether what waits is decoded in the kernels that read it, where XLA can
-            do that. Then the arrays are not tied but on CPUs: so they need not be
-            there before those kernels, and can be made in them too.
+        only_on_cpus: Whether they are tied on CPUs alone. Elsewhere what XLA makes in
+            the kernel that reads it need not wait for what it is read with.
 
     Returns:
         The same arrays, tied.
@@ -62,7 +61,7 @@ def tie(
             all_are_read=all_are_read,
             num_awaited=awaited,
             num_settled=settled,
-            fused=fused,
+            only_on_cpus=only_on_cpus,
         )
     )
     return tuple(next(tied) if can_pass_through(x) else x for x in arrays)

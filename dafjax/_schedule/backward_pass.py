@@ -179,7 +179,8 @@ class _RunningBackward:
         at_hand = self._at_hand(step.delayed)
         self._run_whole(step.restored, at_hand)
         if step.joined and self._ties.operands:
-            values = tie(*(self._env[v] for v in step.joined))
+            # XLA:GPU makes copies of operands where it makes the operands.
+            values = tie(*(self._env[v] for v in step.joined), only_on_cpus=True)
             self._env.update(zip(step.joined, values, strict=True))
         if step.equation is not None:
             self._compute(step.equation, at_hand)
@@ -233,7 +234,7 @@ class _RunningBackward:
         fused = item.value not in self._written
         if item.behind and self._ties.partial:
             *values, self._token = tie(
-                *(self._env[v] for v in item.behind), self._token, fused=fused
+                *(self._env[v] for v in item.behind), self._token, only_on_cpus=fused
             )
             self._env.update(zip(item.behind, values, strict=True))
         after = (self._token,) if self._ties.cotangent else ()

@@ -152,8 +152,8 @@ class _RunningLoop:
         # might be read behind that. Not so if all that is read leads to one result:
         # then XLA:GPU can do everything in the kernel that writes it.
         leads_to_one = len(self._loop.results) == 1 and not self._loop.sums
-        fused = leads_to_one and not self._written
-        *tied, after = tie(*part.values(), self._token, fused=fused)
+        only_on_cpus = leads_to_one and not self._written
+        *tied, after = tie(*part.values(), self._token, only_on_cpus=only_on_cpus)
         return dict(zip(part, tied, strict=True)), after
 
     def _compute(
@@ -181,7 +181,8 @@ class _RunningLoop:
         # Not what the loop leaves out, and what is there as a whole.
         waiting = [v for v in item.behind if v in part]
         if waiting:
-            *tied, after = tie(*(part[v] for v in waiting), after, fused=fused)
+            arrays = [part[v] for v in waiting]
+            *tied, after = tie(*arrays, after, only_on_cpus=fused)
             part.update(zip(waiting, tied, strict=True))
         # What waits is the number, so that XLA can take a part of the codes in the
         # kernel that decodes it.

@@ -35,12 +35,11 @@ Within a stretch that runs as a whole three more orders are forced, each worth a
 array at the peak:
 
 - Where a value is recomputed from several compressed ones, the next is unpacked when
-  what came of the last is there.
+  what came of the last is there. (Not on GPUs, where XLA unpacks in the kernels that
+  read what was unpacked, unless a product does.)
 - An expensive equation reads its cotangents through a tie with what was restored for
-  it: XLA copies operands into the layout that it multiplies in, those that are there
-  first, first. Not so weights that are turned round for it, which XLA:GPU recognizes
-  the gradient of a strided convolution by. (It would put zeros between the elements of
-  the cotangent otherwise, four times the bytes, and multiply them.)
+  it: XLA:CPU copies operands into the layout that it multiplies in, those that are
+  there first, first. (XLA:GPU makes such copies where it makes the operands.)
 - Large arguments (weights) that are copied before they are read are copied no earlier
   than the stretch begins: XLA would turn all of them round at the start of the program,
   and take the slices of all weights at the start of an iteration.
@@ -57,7 +56,7 @@ from dafjax._schedule.product_order import order_products
 from dafjax._schedule.steps import Step, Unpacking
 from dafjax._schedule.stretches import products_in_parts, with_divisions
 from dafjax._trace.equation import Atom, Equation, values_of
-from dafjax._trace.primitives import is_cheap, keeps_elements, rearranges_operands
+from dafjax._trace.primitives import is_cheap, rearranges_operands
 from dafjax._trace.residuals import Program
 
 
@@ -206,18 +205,9 @@ class _Builder:
         self, inputs: Sequence[int], restored: Sequence[int]
     ) -> tuple[int, ...]:
         large = [v for v in inputs if self._program.is_large(v)]
-        new = [v for v in large if v in restored and not self._is_turned(v)]
+        new = [v for v in large if v in restored]
         cotangents = [v for v in large if v in self._made]
         return (*cotangents, *new) if cotangents and new else ()
-
-    def _is_turned(self, value: int) -> bool:
-        """Returns whether a value is an argument whose elements were moved."""
-        while value in self._recomputed and value not in self._compressed:
-            equation = self._recomputed[value]
-            if not keeps_elements(equation.primitive) or not equation.input_values:
-                return False
-            value = equation.input_values[0]
-        return value < self._program.num_arguments and value not in self._compressed
 
     def _next_unpacking(self, now: int) -> int | None:
         """Returns where the stretch begins in which something is unpacked next.

@@ -19,8 +19,8 @@ class Ties:
             live on.
         partial: Ties of what was recomputed from one residual with the unpacking of the
             next. Without them all are unpacked at once.
-        operands: Ties of cotangents with what was restored for the same equation.
-            Without them copies of the cotangents wait for it.
+        operands: Ties of cotangents with what was restored for the same equation, on
+            CPUs. Without them copies of the cotangents wait for it.
         arguments: The dependency of large arguments on the backward pass, and of keys
             on the forward pass. Without it rearranged copies of all weights, and the
             random bits of all layers, wait from the start.
