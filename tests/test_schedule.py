@@ -10,8 +10,9 @@ from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
 from dafjax._schedule import schedule
 from dafjax._schedule.schedule import _Builder
-from dafjax._schedule.steps import Unpacking
-from dafjax._trace.primitives import is_cheap
+from dafjax._schedule.steps import Unpacking, written
+from dafjax._trace.equation import call_equation, evaluate
+from dafjax._trace.primitives import is_cheap, is_product
 from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
 from tests import networks
@@ -214,10 +215,28 @@ def test_large_arguments_of_convolutions_are_delayed(plan):
     assert delayed == large
 
 
-def test_a_weight_that_is_turned_round_for_a_product_is_not_tied(plan):
-    reversed_weights = {
-        v for v, eqn in plan.recomputed.items() if eqn.primitive == "rev"
-    }
-    assert reversed_weights
+def test_what_products_read_is_written_and_nothing_else(plan):
+    """A rectifier's selection is a call, and does not count: XLA sees what it does."""
+    assert "select_rectified" in {eqn.primitive for eqn in plan.recomputed.values()}
+    seen = set()
     for step in scheduled(plan):
-        assert reversed_weights.isdisjoint(step.joined)
+        if step.equation is None:
+            continue
+        multiplies = is_product(step.equation.primitive)
+        read = set(step.equation.input_values) if multiplies else set()
+        assert written((*step.restored, step.equation)) == read
+        seen.add(multiplies)
+    assert seen == {True, False}
+
+
+def test_a_call_of_a_product_is_not_fused(plan):
+    product = next(e for e in plan.program.forward if is_product(e.primitive))
+
+    def call(x, w):
+        return jnp.sin(evaluate(product, (x, w))[0])
+
+    avals = [plan.program.avals[v] for v in product.input_values]
+    inputs, outputs = product.inputs, product.outputs
+    equation = call_equation(call, avals, inputs, outputs, product)
+    assert not equation.is_fusible
+    assert written([equation]) == set(product.input_values)
