@@ -149,8 +149,8 @@ def _table(title: str, records: Sequence[Record]) -> rich.table.Table:
         f"Temporary memory and work: {title}",
         left=("Method",),
         right=(
-            *("Temp MB", "Of plain", "Of jax.checkpoint", "Goals"),
-            *("Custom calls", "Kernels", "GB moved"),
+            *("Temp MB", "/ plain", "/ checkpoint", "Goals"),
+            *("Calls", "Kernels", "GB moved"),
         ),
         rows=[
             (

@@ -12,6 +12,6 @@ def make(bits: int) -> Method:
     """Returns the method with codes of `bits` bits."""
     return dataclasses.replace(
         compress.make(bits),
-        label=f"dafjax, {bits} bits, all examples at once",
+        label=f"dafjax, {bits} bits, in one part",
         wrap_loss=functools.partial(dafjax.remat_compress, bits=bits, max_parts=1),
     )
