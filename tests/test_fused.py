@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dafjax._native import (
     _cuda_library,
@@ -120,6 +120,44 @@ def test_what_devices_share_is_decoded_where_it_is():
     compiled = roundtrip.lower(divided).compile()
     assert "all-" not in compiled.as_text()
     assert_same_bits(compiled(divided), roundtrip(x))
+
+
+def test_on_cuda_what_devices_share_is_decoded_by_custom_calls_and_tied(monkeypatch):
+    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    codec = Affine(bits=4)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
+    rows = NamedSharding(mesh, PartitionSpec("rows"))
+    # A size that no other test lowers, so that nothing is cached.
+    x = jax.ShapeDtypeStruct((8, 4, 264), jnp.float32, sharding=rows)
+
+    def roundtrip(x):
+        x, y = tie(x, jnp.sin(x), only_on_cpus=True)
+        return codec.decode_fused(codec.encode(x), like(x)) + y
+
+    text = lower(roundtrip, x, platform="cuda")
+    assert text.count("custom_call @CustomSPMDPartitioning(") == 2
+    assert "shift_right" not in text
+    assert "optimization_barrier" in text
+
+
+def test_explicit_shardings_of_codes_are_kept():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",), axis_types=(AxisType.Explicit,))
+    codec = Affine(bits=4)
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, PartitionSpec("rows", None))
+        x = jax.device_put(jnp.ones((8, 512)), rows)
+        packed = codec.encode(x)
+        decoded = [f(packed, like(x)) for f in (codec.decode, codec.decode_fused)]
+    assert jax.typeof(decoded[0]) == jax.typeof(decoded[1])
+
+
+def test_a_codec_with_no_other_way_says_so():
+    class Slow(AbstractCodec):
+        is_exact = property(lambda self: True)
+        encode = decode = packed_nbytes = check = lambda self, *_, **__: None
+
+    assert not Slow().decodes_fused
+    assert all(codec.decodes_fused for codec in ALL_CODECS)
 
 
 @pytest.mark.parametrize("bits", [1, 4])

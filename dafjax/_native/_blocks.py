@@ -60,8 +60,7 @@ class Blocks:
 
         Args:
             parameters: `[*batch, blocks]`.
-            positions: Rows of 32 elements, or of `columns` and what fills 32, that
-                there are.
+            positions: How many rows of 32 elements there are, or folded rows.
 
         Returns:
             `[*batch, positions, lanes]`.

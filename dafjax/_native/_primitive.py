@@ -34,6 +34,7 @@ def make_primitive(
     aliased: bool = False,
     is_call_on_cpu: bool = True,
     is_call_on_cuda: Callable[..., bool] = lambda **_: True,
+    where_divided: Callable[..., dict[str, Static]] = lambda **params: params,
     resolve: Callable[..., dict[str, Static]] = lambda *_, **params: params,
 ) -> Primitive:
     """Makes a primitive that is a custom call on CPUs and, if it is built, on CUDA.
@@ -54,6 +55,8 @@ def make_primitive(
         is_call_on_cpu: Whether it is a custom call on CPUs.
         is_call_on_cuda: From the primitive's parameters, whether it is a custom call
             on CUDA.
+        where_divided: From the primitive's parameters, those that it has on CUDA where
+            devices share the arrays.
         resolve: From the platform that it is lowered for, the operands' types and the
             primitive's parameters, the parameters of the custom call.
     """
@@ -84,6 +87,8 @@ def make_primitive(
     def lower_on_cuda(
         context: mlir.LoweringRuleContext, *operands: Any, **params: Static
     ) -> Sequence[Any]:
+        if is_divided(context):
+            params = where_divided(**params)
         if not is_call_on_cuda(**params) or not _cuda_library.register():
             return lower_reference(context, *operands, **params)
         return lower_to_custom_call("cuda", context, *operands, **params)

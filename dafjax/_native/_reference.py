@@ -2,7 +2,8 @@
 
 The format and every formula are in `xla_ffi/README.md`. Its arithmetic is kept as it
 stands there: what a compiler could contract into a fused multiply-add has an exact
-product, and what it could flush or approximate is done on bits.
+product, and what it could flush or approximate is done on bits. (Of the decoder that
+XLA:GPU puts into other kernels one operation may be on subnormals. It flushes none.)
 """
 
 import jax.numpy as jnp

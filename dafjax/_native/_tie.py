@@ -46,8 +46,9 @@ def tie(
         num_settled: How many of the arrays, the last ones, wait for the others, which
             do not wait for them. On a GPU they wait for nothing: XLA:GPU puts off what
             reads results of a barrier.
-        only_on_cpus: Whether they are tied on CPUs alone. Elsewhere what XLA makes in
-            the kernel that reads it need not wait for what it is read with.
+        only_on_cpus: Whether they are tied on CPUs alone, and where devices share them.
+            On one GPU what XLA makes in the kernel that reads it need not wait, and
+            copies of operands are made where the operands are.
 
     Returns:
         The same arrays, tied.
@@ -77,6 +78,11 @@ def _abstract_eval(*avals: Any, **_: Static) -> tuple[Any, ...]:
 
 def _is_call_on_cuda(*, all_are_read: Static, **_: Static) -> bool:
     return not all_are_read
+
+
+def _tied_where_divided(**params: Static) -> dict[str, Static]:
+    # There nothing is decoded in the kernels that read it (`_fused.py`).
+    return {**params, "only_on_cpus": False}
 
 
 def _run_on_cpu(*arrays: Array, num_awaited: int, **_: Static) -> list[Array]:
@@ -124,6 +130,7 @@ tie_p: Primitive = make_primitive(
     aliased=True,
     is_call_on_cpu=False,
     is_call_on_cuda=_is_call_on_cuda,
+    where_divided=_tied_where_divided,
 )
 mlir.register_lowering(
     tie_p, mlir.lower_fun(_run_on_cpu, multiple_results=True), platform="cpu"

@@ -231,14 +231,14 @@ class _RunningBackward:
         self._learn(self._pinned(made))
 
     def _unpack(self, item: Unpacking) -> None:
-        fused = item.value not in self._written
+        codec = self._codecs[item.value]
+        fused = codec.decodes_fused and item.value not in self._written
         if item.behind and self._ties.partial:
             *values, self._token = tie(
                 *(self._env[v] for v in item.behind), self._token, only_on_cpus=fused
             )
             self._env.update(zip(item.behind, values, strict=True))
         after = (self._token,) if self._ties.cotangent else ()
-        codec = self._codecs[item.value]
         decode = codec.decode_fused if fused else codec.decode
         like = self._kept[item.value].like
         with jax.named_scope("unpack"):

@@ -115,7 +115,7 @@ class _RunningLoop:
 
     def run_part(self, number: Array, carry: Carry) -> Carry:
         """Returns what there is when that part has run, too."""
-        part = self._compute(*self._read(number, carry.wholes), number)
+        part = self._compute(*self._read(number, carry), number)
         count = self._division.num_parts
         return Carry(
             {v: x + part[v].astype(x.dtype) for v, x in carry.sums.items()},
@@ -137,11 +137,9 @@ class _RunningLoop:
             made[value] = pin(whole.reshape(avals[value].shape))
         return made
 
-    def _read(
-        self, number: Array, wholes: Iterable[Array]
-    ) -> tuple[dict[int, Any], Array]:
+    def _read(self, number: Array, carry: Carry) -> tuple[dict[int, Any], Array]:
         """Returns the parts of what is read, and what tells that they are there."""
-        replaced = dict(zip(self._loop.replaced, wholes, strict=True))
+        replaced = dict(zip(self._loop.replaced, carry.wholes, strict=True))
         sources = self._sources | {v: x for v, x in replaced.items() if v is not None}
         part = {v: self._part_of(x, number) for v, x in sources.items()}
         # Else XLA:GPU rearranges the whole, as a product reads its parts.
@@ -151,8 +149,8 @@ class _RunningLoop:
         # Else XLA copies the whole before it writes to it, as if something of the part
         # might be read behind that. Not so if all that is read leads to one result:
         # then XLA:GPU can do everything in the kernel that writes it.
-        leads_to_one = len(self._loop.results) == 1 and not self._loop.sums
-        only_on_cpus = leads_to_one and not self._written
+        besides = self._loop.sums or carry.moments or self._written
+        only_on_cpus = len(self._loop.results) == 1 and not besides
         *tied, after = tie(*part.values(), self._token, only_on_cpus=only_on_cpus)
         return dict(zip(part, tied, strict=True)), after
 
@@ -177,7 +175,8 @@ class _RunningLoop:
         self, item: Unpacking, part: dict[int, Any], after: Array, number: Array
     ) -> Array:
         value = item.value
-        fused = value not in self._written
+        codec = self._codecs[value]
+        fused = codec.decodes_fused and value not in self._written
         # Not what the loop leaves out, and what is there as a whole.
         waiting = [v for v in item.behind if v in part]
         if waiting:
@@ -189,7 +188,6 @@ class _RunningLoop:
         number, after = tie(number, after)
         bits = jax.tree.map(lambda x: self._part_of(x, number), self._coded[value])
         codes = jax.tree.map(_from_bits, bits, self._packed[value])
-        codec = self._codecs[value]
         decode = codec.decode_fused if fused else codec.decode
         part[value] = decode(codes, self._likes[value])
         return after

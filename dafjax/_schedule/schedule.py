@@ -35,8 +35,8 @@ Within a stretch that runs as a whole three more orders are forced, each worth a
 array at the peak:
 
 - Where a value is recomputed from several compressed ones, the next is unpacked when
-  what came of the last is there. (Not on GPUs, where XLA unpacks in the kernels that
-  read what was unpacked, unless a product does.)
+  what came of the last is there. (Not where XLA unpacks in the kernels that read it:
+  `dafjax/_native/_fused.py`.)
 - An expensive equation reads its cotangents through a tie with what was restored for
   it: XLA:CPU copies operands into the layout that it multiplies in, those that are
   there first, first. (XLA:GPU makes such copies where it makes the operands.)

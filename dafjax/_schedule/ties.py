@@ -18,7 +18,8 @@ class Ties:
             the next one. Without them small reductions are put off, and their operands
             live on.
         partial: Ties of what was recomputed from one residual with the unpacking of the
-            next. Without them all are unpacked at once.
+            next, on GPUs only where a custom call unpacks it. Without them all are
+            unpacked at once.
         operands: Ties of cotangents with what was restored for the same equation, on
             CPUs. Without them copies of the cotangents wait for it.
         arguments: The dependency of large arguments on the backward pass, and of keys

@@ -78,6 +78,11 @@ class AbstractCodec(abc.ABC):
         """
         return self.decode(packed, like, after=after)
 
+    @property
+    def decodes_fused(self) -> bool:
+        """Whether `decode_fused` is another way than `decode`."""
+        return type(self).decode_fused is not AbstractCodec.decode_fused
+
     def packs_rows(self, like: Like) -> bool:
         """Returns whether each row of such an array is packed by itself.
 

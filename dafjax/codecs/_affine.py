@@ -165,7 +165,7 @@ class Affine(AbstractCodec):
     def decode_fused(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
-        if is_divided_by_type(like):
+        if is_divided_by_type(like, jax.typeof(packed.codes)):
             return self.decode(packed, like, after=after)
         operands = packed.codes, packed.scale, packed.minimum, *after
         parameters = self._unpack_parameters(like)

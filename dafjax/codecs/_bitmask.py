@@ -56,7 +56,7 @@ class Bitmask(AbstractCodec):
     def decode_fused(
         self, packed: Array, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
-        if is_divided_by_type(like):
+        if is_divided_by_type(like, jax.typeof(packed)):
             return self.decode(packed, like, after=after)
         self.check(like)
         shape = tuple(like.shape)

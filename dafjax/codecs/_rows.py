@@ -59,10 +59,10 @@ def from_rows(rows: Array, like: Like) -> Array:
     return lax.reshape(rows, like.shape, out_sharding=like.sharding)
 
 
-def is_divided_by_type(like: Like) -> bool:
-    """Returns whether the type of an array says how devices share it."""
-    sharding: Any = like.sharding
-    return sharding is not None and _is_explicit(sharding)
+def is_divided_by_type(*likes: Like) -> bool:
+    """Returns whether the type of any array says how devices share it."""
+    shardings: list[Any] = [like.sharding for like in likes]
+    return any(s is not None and _is_explicit(s) for s in shardings)
 
 
 def _is_explicit(sharding: Any) -> bool:
