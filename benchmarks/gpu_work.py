@@ -58,8 +58,8 @@ def work_of(text: str) -> Work:
         text: The compiled program, `jax.stages.Compiled.as_text()`.
 
     Raises:
-        ValueError: It has a loop of which XLA does not know how often it runs, a
-            condition, or a dtype whose size is not known here.
+        ValueError: It is no program, or has a loop of which XLA does not know how often
+            it runs, a condition, or a dtype whose size is not known here.
 
     Example:
         >>> work_of('''
@@ -69,9 +69,9 @@ def work_of(text: str) -> Work:
         ... }''')
         Work(kernels=1, moved_nbytes=512)
     """
-    computations = _parse(text)
+    computations, entry = _parse(text)
     kernels, moved = 0, 0
-    for computation, instruction, times in _runs(computations, _entry(text), 1):
+    for computation, instruction, times in _runs(computations, entry, 1):
         kernels += times
         moved += times * _moved_nbytes(computations, computation, instruction)
     return Work(kernels, moved)
@@ -116,21 +116,21 @@ class _Instruction:
 _Computation = dict[str, _Instruction]
 
 
-def _entry(text: str) -> str:
-    matches = (_COMPUTATION.match(line) for line in text.splitlines())
-    return next(match[2] for match in matches if match is not None and match[1])
-
-
-def _parse(text: str) -> dict[str, _Computation]:
+def _parse(text: str) -> tuple[dict[str, _Computation], str]:
+    """Returns the computations by name, and the name of that which runs first."""
     computations: dict[str, _Computation] = {}
     current: _Computation = {}
+    entry = ""
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
             current = computations.setdefault(match[2], {})
+            entry = match[2] if match[1] else entry
         elif match := _INSTRUCTION.match(line):
             instruction = _instruction(match[2], match[3], is_root=bool(match[1]))
             current[instruction.name] = instruction
-    return computations
+    if not entry:
+        raise ValueError(f"There is no `ENTRY` in `{text[:80]}`: no compiled program.")
+    return computations, entry
 
 
 def _instruction(name: str, rest: str, *, is_root: bool) -> _Instruction:

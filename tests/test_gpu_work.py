@@ -62,6 +62,7 @@ def test_what_is_read_as_a_whole_too_counts_as_that():
         ("bf16[4,8]", "f3[4,8]", "The size of `f3`"),
         ("custom-call(%made", "conditional(%made", "`ab`: conditions"),
         ("calls=%doubled", "", "`written` has no `calls`"),
+        ("ENTRY", "", "There is no `ENTRY`"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(old, new, message):

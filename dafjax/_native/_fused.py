@@ -45,16 +45,16 @@ def unpack_affine_fused(
     """Decodes rows as `unpack_affine` does, and reshapes them.
 
     Args:
-        codes: As for `unpack_affine`, and so are `scale` and `minimum`.
-        scale: As above.
-        minimum: As above.
+        codes: uint16 `[*batch, words]`, as `pack_affine` returns them.
+        scale: bfloat16 `[*batch, blocks]`.
+        minimum: As `scale`.
         *after: Arrays of any shape that are computed first. They are not read.
         shape: The shape of the result.
-        size: As for `unpack_affine`, and so are the other parameters.
-        dtype: As above.
-        bits: As above.
-        block_size: As above.
-        columns: As above.
+        size: Elements of a row.
+        dtype: float32, bfloat16 or float16.
+        bits: As they were encoded with, and so are `block_size` and `columns`.
+        block_size: Elements that share a scale.
+        columns: The columns of a row, 0 for blocks of consecutive elements.
 
     Returns:
         An array of `shape` and `dtype`.

@@ -1,8 +1,5 @@
 """Codes to bit planes and back in jax.numpy: `xla_ffi/README.md`, section 1."""
 
-import functools
-import operator
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -52,7 +49,7 @@ def unpack_planes(words: Array, bits: int, tiles: int, groups: int = 1) -> Array
     """
     batch = words.shape[:-1]
     shape = (*batch, tiles // groups * ROWS, groups * LANES)
-    planes: list[Array] = []
+    codes = jnp.zeros(shape, jnp.uint32)
     start = 0
     for shift, width in _plane_places(bits):
         stop = start + tiles * width * LANES
@@ -65,9 +62,10 @@ def unpack_planes(words: Array, bits: int, tiles: int, groups: int = 1) -> Array
         for _ in range(width):
             plane = plane >> numbers
         fields = (plane & jnp.uint32((1 << width) - 1)).reshape(shape)
-        planes.append(fields << jnp.uint32(shift) if shift else fields)
+        # A shift by nothing is an operation to XLA, too.
+        codes = codes | (fields << jnp.uint32(shift) if shift else fields)
         start = stop
-    return functools.reduce(operator.or_, planes, jnp.zeros(shape, jnp.uint32))
+    return codes
 
 
 def _plane_places(bits: int) -> list[tuple[int, int]]:

@@ -12,13 +12,7 @@ from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.importance import Probe
 from dafjax._schedule.loops import run_loop
 from dafjax._schedule.not_before import can_be_tied, not_before
-from dafjax._schedule.steps import (
-    Division,
-    Loop,
-    Step,
-    Unpacking,
-    written,
-)
+from dafjax._schedule.steps import Division, Loop, Step, Unpacking, written
 from dafjax._schedule.stored import MeasuredHandle, codecs_in
 from dafjax._schedule.stretches import stretches_of
 from dafjax._schedule.ties import Ties
