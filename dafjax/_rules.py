@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import jax
+from jax import lax
 
 from dafjax._bits import Bits
-from dafjax._native import first_order, tie
+from dafjax._native import first_order, installed_plugins, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._plan.planner import plan_arguments
 from dafjax._plan.recorder import current_recorder
@@ -19,7 +20,7 @@ from dafjax._schedule.forward_pass import run_forward
 from dafjax._schedule.restored_arguments import restore_arguments
 from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Step
-from dafjax._schedule.stored import parts_in
+from dafjax._schedule.stored import can_be_apart, parts_in
 from dafjax._schedule.ties import Ties
 from dafjax._trace.residuals import Program, vjp_of_perturbed
 from dafjax.policies import AbstractPolicy
@@ -202,17 +203,30 @@ class _ForwardPass:
         return jax.jit(run)
 
 
-def _schedule(plan: ProgramPlan, options: Options) -> tuple[Step, ...]:
-    """Returns the steps of the backward pass."""
-    parts = parts_in(options.store, plan, options.max_parts)
+def _schedule(
+    plan: ProgramPlan, options: Options, *, are_apart: bool = False
+) -> tuple[Step, ...]:
+    """Returns the steps of the backward pass; where they are apart, those of GPUs."""
+    parts = parts_in(options.store, plan, options.max_parts, are_apart=are_apart)
     return schedule_backward(plan, parts)
 
 
 def _make_backward_pass(
     plan: ProgramPlan, schedule: Sequence[Step], options: Options
 ) -> Callable[..., Any]:
-    """Returns a backward pass as scheduled; compiled once when called eagerly."""
-    run = functools.partial(
-        run_backward, plan, schedule, store=options.store, ties=options.ties
-    )
-    return jax.jit(run, inline=True)
+    """Returns a backward pass as scheduled; compiled once when called eagerly.
+
+    On what it runs is known when it is lowered, so that all of it is traced for GPUs,
+    too, where there may be any.
+    """
+    run = functools.partial(run_backward, plan, store=options.store, ties=options.ties)
+    anywhere = functools.partial(run, schedule)
+    if not (installed_plugins() and can_be_apart(options.store, plan, schedule)):
+        return jax.jit(anywhere, inline=True)
+    steps = _schedule(plan, options, are_apart=True)
+    on_gpus = functools.partial(run, steps, is_apart=True)
+
+    def run_where_it_is(*operands: Any) -> Any:
+        return lax.platform_dependent(*operands, cuda=on_gpus, default=anywhere)
+
+    return jax.jit(run_where_it_is, inline=True)

@@ -14,7 +14,7 @@ from benchmarks.gpu_devices import GPUS, one_device
 from benchmarks.gpu_work import work_of
 from benchmarks.methods import make_method
 from benchmarks.mlp import Workload
-from dafjax import _remat_compress
+from dafjax import _remat_compress, _rules
 from dafjax._native import _cuda_library, pin, tie
 from dafjax._schedule import stretches
 from dafjax._schedule.ties import Ties
@@ -89,9 +89,7 @@ def test_what_no_product_reads_is_decoded_in_the_kernels_that_read_it(monkeypatc
         return jax.grad(dafjax.remat_compress(networks.conv_loss))(params, x)
 
     fused = compile_on("H200", gradient, params, x)
-    assert custom_calls(fused) == {
-        *("dafjax_pack_affine", "dafjax_pack_bitmask", "dafjax_tie")
-    }
+    assert custom_calls(fused) == {"dafjax_pack_affine", "dafjax_tie"}
     for codec in (Affine, Bitmask):
         monkeypatch.setattr(codec, "decode_fused", codec.decode)
     called = compile_on("H200", lambda *operands: gradient(*operands), params, x)
@@ -166,15 +164,61 @@ def compile_on(device, function, *arguments, donated=()):
     return jax.jit(function, donate_argnums=donated).lower(*placed).compile()
 
 
-def test_loops_over_parts_run_without_waiting_for_the_host():
-    """Where XLA knows how often, it asks no device whether a loop goes on."""
+@functools.cache
+def gradient_of_convolutions(*, loops=False, **options):
+    """Compiles a gradient whose largest residuals have 16 MiB."""
     params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 3, 64))
     x = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.float32)
-    loss = dafjax.remat_compress(networks.conv_loss)
-    text = compile_on("H200", jax.grad(loss), params, x).as_text()
-    loops = [line for line in text.splitlines() if " while(" in line]
+    loss = dafjax.remat_compress(networks.conv_loss, **options)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if loops:
+            monkeypatch.setattr(_rules, "installed_plugins", tuple)
+        return compile_on("H200", jax.grad(loss), params, x)
+
+
+def loops_of(program):
+    return [line for line in program.as_text().splitlines() if " while(" in line]
+
+
+def test_loops_over_parts_run_without_waiting_for_the_host():
+    """Where XLA knows how often, it asks no device whether a loop goes on."""
+    loops = loops_of(gradient_of_convolutions(loops=True))
     assert loops
     assert all('"known_trip_count":{"n":"8"}' in line for line in loops)
+
+
+def test_parts_are_apart_and_take_less_than_in_loops():
+    apart, in_loops = (gradient_of_convolutions(loops=loops) for loops in (False, True))
+    assert loops_of(apart) == []
+    work, of_loops = work_of(apart.as_text()), work_of(in_loops.as_text())
+    assert work.kernels < 0.6 * of_loops.kernels
+    assert work.moved_nbytes < 0.9 * of_loops.moved_nbytes
+    temp, of_loops = (
+        program.memory_analysis().temp_size_in_bytes for program in (apart, in_loops)
+    )
+    assert temp < 1.25 * of_loops
+
+
+def test_two_parts_need_less_than_one():
+    methods = make_method("compress", bits=2), make_method("compress_whole", bits=2)
+    two, one = (
+        training.Workload(method, batch=256, width=16).compile(
+            sharding=one_device(GPUS[HERE])
+        )
+        for method in methods
+    )
+    temp, of_one = (
+        program.memory_analysis().temp_size_in_bytes for program in (two, one)
+    )
+    assert temp < 0.95 * of_one
+
+
+def test_what_was_decoded_is_not_written_for_a_second_kernel():
+    """Each level of a norm decodes again: else codes are there as 32-bit integers."""
+    text = gradient_of_convolutions(max_parts=1).as_text()
+    whole = r" = \(?(?:\S+, )*(?:u32|s32|pred)\[64,(?:32,32,64|128,1,16,32)\]"
+    written = [line for line in text[text.index("ENTRY") :].splitlines()]
+    assert not [line for line in written if re.search(whole, line)]
 
 
 def step_nbytes(device, *, layouts):

@@ -15,6 +15,7 @@ from dafjax._native._cuda_status import (
     CudaDevice as CudaDevice,
     CudaStatus as CudaStatus,
     cuda_status as cuda_status,
+    installed_plugins as installed_plugins,
 )
 from dafjax._native._device_facts import (
     power_mode as power_mode,
@@ -22,6 +23,7 @@ from dafjax._native._device_facts import (
 )
 from dafjax._native._first_order import first_order as first_order
 from dafjax._native._fused import (
+    pack_bitmask_fused as pack_bitmask_fused,
     unpack_affine_fused as unpack_affine_fused,
     unpack_bitmask_fused as unpack_bitmask_fused,
 )
@@ -58,5 +60,5 @@ from dafjax._native._reduction_timing import (
     ReductionCase as ReductionCase,
     time_reductions as time_reductions,
 )
-from dafjax._native._tie import tie as tie
+from dafjax._native._tie import tie as tie, tie_tree as tie_tree
 from dafjax._native._tuning import Tuning as Tuning, tune_device as tune_device

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import functools
 import importlib.metadata
 from collections.abc import Sequence
 
@@ -83,7 +84,7 @@ def cuda_status() -> CudaStatus:
     status = CudaStatus()
     # Each step adds what it finds, so that an error leaves the facts before it.
     try:
-        status = dataclasses.replace(status, plugins=_installed_plugins())
+        status = dataclasses.replace(status, plugins=installed_plugins())
         path = _cuda_library.find()
         if path is not None:
             status = dataclasses.replace(status, path=str(path))
@@ -213,7 +214,9 @@ def _device(library: ctypes.CDLL, index: int) -> CudaDevice:
     )
 
 
-def _installed_plugins() -> tuple[str, ...]:
+@functools.cache
+def installed_plugins() -> tuple[str, ...]:
+    """Returns JAX's CUDA plugins that are installed, with their versions."""
     found = []
     for name in _PLUGINS:
         try:

@@ -1,5 +1,8 @@
 """Primitives that decode in the kernels that read the result, where XLA can do that.
 
+And one that packs masks where they are made, of the array that is compared: XLA:GPU
+would else write booleans, for a custom call to read.
+
 What a custom call decodes is written to memory and read again: twice the bytes that a
 program moves for it anyway, and a temporary array. XLA:GPU makes a good kernel of the
 decoder in `jax.numpy` and of what reads the result, if that is elementwise or a sum. A
@@ -10,6 +13,7 @@ takes fewer instructions; and on CPUs everything is, for XLA:CPU's code takes fa
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,7 +22,12 @@ from jax.interpreters import batching, mlir
 
 from dafjax._native import _reference
 from dafjax._native._affine import unpack_affine, unpack_affine_p
-from dafjax._native._bitmask import unpack_bitmask, unpack_bitmask_p
+from dafjax._native._bitmask import (
+    pack_bitmask,
+    pack_bitmask_p,
+    unpack_bitmask,
+    unpack_bitmask_p,
+)
 from dafjax._native._primitive import (
     batch_size,
     can_pass_through,
@@ -99,6 +108,23 @@ def unpack_bitmask_fused(
     return unpack_bitmask_fused_p.bind(words, *after, shape=shape, size=size)
 
 
+def pack_bitmask_fused(mask: Array) -> Array:
+    """Packs booleans as `pack_bitmask` does.
+
+    Args:
+        mask: bool `[*batch, n]`.
+
+    Returns:
+        As `pack_bitmask` does.
+
+    Raises:
+        TypeError: As `pack_bitmask` raises it.
+        ValueError: So too.
+    """
+    words = jax.eval_shape(pack_bitmask, mask)
+    return pack_bitmask_fused_p.bind(mask, shape=words.shape)
+
+
 def _make_primitive(
     name: str,
     primitive: Primitive,
@@ -106,14 +132,14 @@ def _make_primitive(
     reference: Callable[..., Array],
     num_data: int,
 ) -> Primitive:
-    """Makes the primitive that decodes as another one does.
+    """Makes the primitive that does what another one does.
 
     Args:
         name: Its name.
         primitive: The other one.
         call: What binds that.
-        reference: The decoder that XLA can fuse, in `jax.numpy`.
-        num_data: How many of the operands are decoded, the first ones.
+        reference: What XLA can fuse, in `jax.numpy`.
+        num_data: How many of the operands are decoded, or packed, the first ones.
     """
 
     def abstract_eval(*avals: Any, shape: tuple[int, ...], **params: Any) -> Any:
@@ -167,6 +193,13 @@ unpack_affine_fused_p: Primitive = _make_primitive(
     unpack_affine,
     _reference.unpack_affine,
     num_data=3,
+)
+pack_bitmask_fused_p: Primitive = _make_primitive(
+    "dafjax_pack_bitmask_fused",
+    pack_bitmask_p,
+    pack_bitmask,
+    _reference.pack_bitmask,
+    num_data=1,
 )
 # Booleans have no tangent: there is no operand to refuse, but there is data.
 unpack_bitmask_fused_p: Primitive = _make_primitive(

@@ -241,10 +241,14 @@ def _not_finite_bits(code: Array, bits: int, dtype: np.dtype) -> Array:
     return infinity | sign | ((is_infinite ^ jnp.uint32(1)) * nan)
 
 
-def pack_bitmask(mask: Array) -> Array:
-    """Packs booleans into one plane. See `dafjax._native.pack_bitmask`."""
+def pack_bitmask(mask: Array, *, shape: tuple[int, ...] | None = None) -> Array:
+    """Packs booleans into one plane. See `dafjax._native.pack_bitmask`.
+
+    With `shape`, the result has that.
+    """
     tiles = num_tiles(mask.shape[-1])
-    return pack_planes(to_tiles(_pad(mask, tiles * TILE).astype(jnp.uint32)), 1)
+    words = pack_planes(to_tiles(_pad(mask, tiles * TILE).astype(jnp.uint32)), 1)
+    return words if shape is None else words.reshape(shape)
 
 
 def unpack_bitmask(

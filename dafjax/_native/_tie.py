@@ -15,12 +15,13 @@ come out of it.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from dafjax._native import _reference
 from dafjax._native._primitive import can_pass_through, make_primitive
-from dafjax._typing import Array, Static
+from dafjax._typing import Array, ArrayTree, Static
 
 
 def tie(
@@ -66,6 +67,13 @@ def tie(
         )
     )
     return tuple(next(tied) if can_pass_through(x) else x for x in arrays)
+
+
+def tie_tree(tree: ArrayTree, token: Array) -> tuple[ArrayTree, Array]:
+    """Ties all leaves of a pytree with a token, and returns both."""
+    leaves, structure = jax.tree.flatten(tree)
+    *tied, token = tie(*leaves, token)
+    return jax.tree.unflatten(structure, tied), token
 
 
 def _bind(arrays: tuple[Array, ...], **params: Static) -> Sequence[Array]:

@@ -1,14 +1,16 @@
 """The backward pass, run equation by equation as scheduled."""
 
 import collections
+import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 
-from dafjax._native import pin, tie
+from dafjax._native import pin, tie, tie_tree
 from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.apart import run_apart
 from dafjax._schedule.importance import Probe
 from dafjax._schedule.loops import run_loop
 from dafjax._schedule.not_before import can_be_tied, not_before
@@ -16,6 +18,7 @@ from dafjax._schedule.steps import Division, Loop, Step, Unpacking, written
 from dafjax._schedule.stored import MeasuredHandle, codecs_in
 from dafjax._schedule.stretches import stretches_of
 from dafjax._schedule.ties import Ties
+from dafjax._schedule.values import Values
 from dafjax._trace.equation import Equation, evaluate, look_up
 from dafjax._typing import ArrayTree
 from dafjax.stores import AbstractStore
@@ -30,6 +33,7 @@ def run_backward(
     *,
     store: AbstractStore,
     ties: Ties,
+    is_apart: bool = False,
 ) -> list[Any]:
     """Computes the cotangents of the perturbed arguments.
 
@@ -41,12 +45,14 @@ def run_backward(
         cotangents: The cotangents of the differentiable results.
         store: Where packed values wait.
         ties: Which ties are made.
+        is_apart: Whether the schedule is for parts that stay apart (`apart.py`): then
+            it runs on a GPU.
 
     Returns:
         One cotangent for each perturbed argument.
     """
     backward = _RunningBackward(
-        plan, schedule, arguments, stored, cotangents, store, ties
+        plan, schedule, arguments, stored, cotangents, store, ties, is_apart
     )
     for stretch in stretches_of(schedule):
         backward.run(stretch)
@@ -66,6 +72,7 @@ class _RunningBackward:
         cotangents: Sequence[jax.Array],
         store: AbstractStore,
         ties: Ties,
+        is_apart: bool,
     ) -> None:
         program = plan.program
         self._plan = plan
@@ -81,9 +88,10 @@ class _RunningBackward:
         # What is taken from the store and through a tie, to be unpacked in parts.
         self._taken: dict[int, ArrayTree] = {}
         self._codecs = codecs_in(store, plan, schedule)
+        self._is_apart = is_apart
         # What has to be in memory in the stretch that runs.
         self._written: set[int] = set()
-        self._env: dict[int, Any] = {}
+        self._env = Values()
         # XLA cannot make it again of what it was made of.
         self._of_loops: set[int] = set()
         # Carries the dependency on the backward pass to unpacking; never read.
@@ -110,9 +118,10 @@ class _RunningBackward:
         if division is not None:
             self._take(division)
             at_hand = self._at_hand(v for step in stretch for v in step.delayed)
+            run_loop = self._run_apart if division.is_apart else self._run_loop
             for loop in division.loops:
                 self._run_whole(loop.before, at_hand)
-                self._run_loop(division, loop, at_hand)
+                run_loop(division, loop, at_hand)
             self._run_whole(division.rest, at_hand)
             return
         for step in stretch:
@@ -121,6 +130,8 @@ class _RunningBackward:
     def finish(self) -> list[Any]:
         """Returns the gradients."""
         gradients = look_up(self._plan.program.gradients, self._env)
+        if self._is_apart:
+            return _behind(self._token, gradients)
         if self._probe is None:
             return gradients
         found = self._probe.sensitivities(gradients)
@@ -144,18 +155,21 @@ class _RunningBackward:
         if not self._ties.in_place:
             awaited.clear()
         settled = step.settled if self._ties.outgoing else ()
+        arrays = self._env.arrays(tied)
+        pairs = zip(tied, arrays, strict=True)
+        num_tied = sum(map(len, arrays))
         values = tie(
-            *(self._env[v] for v in tied),
+            *itertools.chain.from_iterable(arrays),
             *samples,
             self._token,
             *(self._env[v] for v in settled),
-            num_awaited=sum(v in awaited for v in tied),
+            num_awaited=sum(len(xs) for v, xs in pairs if v in awaited),
             num_settled=len(settled),
         )
-        self._env.update(zip(tied, values, strict=False))
-        behind = len(tied) + len(samples)
+        self._env.replace(tied, values[:num_tied])
+        behind = num_tied + len(samples)
         if self._probe is not None:
-            self._probe.settle(values[len(tied) : behind])
+            self._probe.settle(values[num_tied:behind])
         self._token = values[behind]
         self._env.update(zip(settled, values[behind + 1 :], strict=True))
 
@@ -172,7 +186,7 @@ class _RunningBackward:
     def _run_step(self, step: Step) -> None:
         at_hand = self._at_hand(step.delayed)
         self._run_whole(step.restored, at_hand)
-        if step.joined and self._ties.operands:
+        if step.joined and self._ties.operands and not self._is_apart:
             # XLA:GPU makes copies of operands where it makes the operands.
             values = tie(*(self._env[v] for v in step.joined), only_on_cpus=True)
             self._env.update(zip(step.joined, values, strict=True))
@@ -182,9 +196,8 @@ class _RunningBackward:
     def _take(self, division: Division) -> None:
         """Takes what is unpacked in parts: XLA prepares it no earlier than that."""
         packed = {v: self._packed(v) for v in division.unpacked}
-        leaves, structure = jax.tree.flatten(packed)
-        *tied, self._token = tie(*leaves, self._token)
-        self._taken.update(jax.tree.unflatten(structure, tied))
+        packed, self._token = tie_tree(packed, self._token)
+        self._taken.update(packed)
 
     def _packed(self, value: int) -> ArrayTree:
         if value in self._taken:
@@ -224,6 +237,24 @@ class _RunningBackward:
         self._of_loops.update(loop.results)
         self._learn(self._pinned(made))
 
+    def _run_apart(
+        self, division: Division, loop: Loop, at_hand: Mapping[int, Any]
+    ) -> None:
+        with jax.named_scope("in_parts"):
+            made = run_apart(
+                self._plan,
+                division,
+                loop,
+                {v: self._packed(v) for v in loop.unpacked},
+                self._codecs,
+                self._env,
+                at_hand,
+                self._token,
+            )
+        self._token = made.token
+        self._learn(self._pinned(made.sums))
+        self._env.put_parts(made.results, division.rows)
+
     def _unpack(self, item: Unpacking) -> None:
         codec = self._codecs[item.value]
         fused = codec.decodes_fused and item.value not in self._written
@@ -237,6 +268,8 @@ class _RunningBackward:
         like = self._kept[item.value].like
         with jax.named_scope("unpack"):
             packed = self._packed(item.value)
+            if self._is_apart and fused and after:
+                packed, self._token = tie_tree(packed, self._token)
             unpacked = decode(packed, like, after=after)
         self._learn({item.value: unpacked})
         self._see_range(item.value, packed)
@@ -266,10 +299,24 @@ def _tied_values(step: Step, ties: Ties, awaited: Container[int]) -> tuple[int, 
     return cotangents + (step.given if ties.cotangent else ())
 
 
+def _behind(token: jax.Array, gradients: Sequence[Any]) -> list[Any]:
+    """Makes a gradient depend on the last token: XLA drops what nobody reads."""
+    behind = list(gradients)
+    waiting = [n for n, x in enumerate(behind) if _is_number(x)]
+    if waiting:
+        least = min(waiting, key=lambda n: behind[n].size)
+        behind[least] = not_before(token, behind[least])
+    return behind
+
+
+def _is_number(gradient: Any) -> bool:
+    return can_be_tied(gradient) and gradient.dtype != jax.dtypes.float0
+
+
 def _tied_to(gradients: list[Any], done: jax.Array) -> list[Any]:
     """Makes gradients depend on a call that is made for what else it does."""
     for number, gradient in enumerate(gradients):
-        if can_be_tied(gradient) and gradient.dtype != jax.dtypes.float0:
+        if _is_number(gradient):
             tied, _ = tie(gradient, done, all_are_read=False)
             return [*gradients[:number], tied, *gradients[number + 1 :]]
     return gradients

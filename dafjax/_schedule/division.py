@@ -10,11 +10,12 @@ on a sum comes in another loop behind it, in which what is cheap is computed aga
 norm takes one loop for its sums, and one for the gradient of what it normalized.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import final
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.parts import Parts
+from dafjax._schedule.rows import Rows
 from dafjax._schedule.steps import Division, Loop, Step, Unpacking
 from dafjax._trace.by_rows import rows_read, rows_summed
 from dafjax._trace.equation import Atom, Equation
@@ -27,33 +28,41 @@ def divide(
     stretch: Sequence[Step],
     later: Collection[int],
     parts: Parts,
+    in_parts: Mapping[int, Rows],
 ) -> Division | None:
     """Returns how a stretch runs in parts of its rows, `None` if it does not.
 
     It does where large residuals are unpacked in it that all have the same rows and are
     not much smaller than the largest of all, and everything that is made of them is
-    made row by row, or is a small sum over rows.
+    made row by row, or is a small sum over rows. And where something is read that is
+    there in parts.
 
     Args:
         plan: What is kept.
         stretch: The steps.
         later: What is read after them.
         parts: In which parts residuals can be unpacked.
+        in_parts: What is there in parts, and in which.
     """
     program = plan.program
     pieces = list(_pieces(stretch))
     unpacked = [piece.value for piece in pieces if isinstance(piece, Unpacking)]
     large = [v for v in unpacked if program.is_large(v)]
-    shapes = {tuple(program.avals[v].shape[:1]) for v in large}
+    there = {v: in_parts[v] for v in read_in(stretch) if v in in_parts}
+    shapes = {tuple(program.avals[v].shape[:1]) for v in (*large, *there)}
     if len(shapes) != 1 or () in shapes:
         return None
     ((num_rows,),) = shapes
-    num_parts = parts.count(large)
+    rows = parts.rows(large, there.values())
+    is_divided = rows.num_parts > 1
     levels = _Levels(program, num_rows)
-    if num_parts == 1 or not all(map(levels.add, pieces)) or levels.mixes_rows:
+    if not (is_divided or parts.are_apart) or not all(map(levels.add, pieces)):
+        return None
+    if levels.mixes_rows:
         return None
     made = {v for step in stretch if step.equation for v in step.equation.outputs}
-    loops, rest = levels.loops(made.intersection(later), later)
+    wanted = made.intersection(later)
+    loops, rest = levels.loops(wanted, later, are_apart=parts.are_apart)
     runs = [p for loop in loops for p in (*loop.by_rows, *loop.sums)]
     products = [
         p for p in runs if isinstance(p, Equation) and not is_cheap(p.primitive)
@@ -62,10 +71,19 @@ def divide(
         return None
     # A sum is there twice while a part is added to it.
     sums = [v for loop in loops for eqn in loop.sums for v in eqn.outputs]
-    if 2 * _nbytes(program, sums) > _nbytes(program, large):
+    if is_divided and 2 * _nbytes(program, sums) > _nbytes(program, {*large, *there}):
         return None
-    is_interleaved = parts.can_be_interleaved(large)
-    return Division(num_rows, num_parts, is_interleaved, loops, rest)
+    return Division(num_rows, rows, loops, rest, parts.are_apart)
+
+
+def read_in(stretch: Iterable[Step]) -> set[int]:
+    """Returns what is read in a stretch."""
+    equations = (
+        eqn
+        for step in stretch
+        for eqn in (*step.recomputed, *filter(None, [step.equation]))
+    )
+    return {v for eqn in equations for v in eqn.input_values}
 
 
 def _pieces(stretch: Iterable[Step]) -> Iterable[Unpacking | Equation]:
@@ -77,6 +95,11 @@ def _pieces(stretch: Iterable[Step]) -> Iterable[Unpacking | Equation]:
 
 def _nbytes(program: Program, values: Iterable[int]) -> int:
     return sum(map(program.nbytes, values))
+
+
+# XLA:GPU takes two sums in one kernel. Of others it would write what they are of, for
+# another kernel; to decode again moves fewer bytes.
+_MOST_SUMS_APART = 2
 
 
 @final
@@ -113,39 +136,58 @@ class _Levels:
         return True
 
     def loops(
-        self, results: Collection[int], later: Collection[int]
+        self, results: Collection[int], later: Collection[int], *, are_apart: bool
     ) -> tuple[tuple[Loop, ...], tuple[Unpacking | Equation, ...]]:
         """Returns the loops, and what runs behind them.
 
         Args:
             results: What is to be there in the end.
             later: What is read then, and must not be replaced.
+            are_apart: Whether nothing is replaced. Then a result is made as soon as it
+                can be, and read by the loops behind that.
         """
         wanted = tuple(sorted(self._level_of_parts.keys() & set(results)))
         levels = [self._level_of_parts[v] for v in wanted]
         levels.extend(level for level, _ in self._sums)
         last = max(levels, default=-1)
-        loops = tuple(
-            self._loop(level, wanted if level == last else (), later)
-            for level in range(last + 1)
-        )
-        return loops, tuple(piece for level, piece in self._others if level > last)
+        loops: list[Loop] = []
+        there: set[int] = set()
+        for level in range(last + 1):
+            made = tuple(v for v in wanted if self._level_of_parts[v] == level)
+            if not are_apart:
+                made = wanted if level == last else ()
+            before = tuple(piece for at, piece in self._others if at == level)
+            sums = tuple(eqn for at, eqn in self._sums if at == level)
+            count = _MOST_SUMS_APART if are_apart else max(1, len(sums))
+            for start in range(0, max(1, len(sums)), count):
+                some = sums[start : start + count]
+                loops.append(self._loop(before, made, some, later, there))
+                there.update(made)
+                before, made = (), ()
+        rest = tuple(piece for level, piece in self._others if level > last)
+        return tuple(loops), rest
 
     def _loop(
-        self, level: int, results: tuple[int, ...], later: Collection[int]
+        self,
+        before: tuple[Unpacking | Equation, ...],
+        results: tuple[int, ...],
+        sums: tuple[Equation, ...],
+        later: Collection[int],
+        there: Collection[int],
     ) -> Loop:
-        sums = tuple(eqn for at, eqn in self._sums if at == level)
         needed = set(results).union(*(eqn.input_values for eqn in sums))
         by_rows: list[Unpacking | Equation] = []
         for piece in reversed(self._by_rows):
-            if not needed.isdisjoint(_made_by(piece)):
+            if not needed.difference(there).isdisjoint(_made_by(piece)):
                 by_rows.insert(0, piece)
                 if isinstance(piece, Equation):
                     needed.update(piece.input_values)
-        equations = (p for p in (*by_rows, *sums) if isinstance(p, Equation))
-        sources = sorted(set().union(*(self._sources[eqn] for eqn in equations)))
+        equations = [p for p in (*by_rows, *sums) if isinstance(p, Equation)]
+        read = {v for eqn in equations for v in eqn.input_values}
+        outside = (self._sources[eqn] for eqn in equations)
+        sources = sorted(read.intersection(there).union(*outside))
         return Loop(
-            before=tuple(piece for at, piece in self._others if at == level),
+            before=before,
             by_rows=tuple(by_rows),
             sources=tuple(sources),
             sums=sums,

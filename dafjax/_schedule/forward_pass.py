@@ -103,8 +103,10 @@ class _RunningForward:
             self._stored[value] = self._env[value]
             return
         codec = self._codecs[value]
-        if self._ties.layouts and self._plan.program.is_large(value):
-            # It is packed in this order. Else XLA:GPU rearranges it twice.
+        is_mask = self._env[value].dtype == jnp.bool_
+        if self._ties.layouts and self._plan.program.is_large(value) and not is_mask:
+            # It is packed in this order. Else XLA:GPU rearranges it twice. (Masks are
+            # packed in the kernels that make them.)
             self._env[value] = pin(self._env[value])
         with jax.named_scope("pack"):
             # The same tensor at another site gets other noise.

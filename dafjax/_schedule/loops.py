@@ -86,26 +86,22 @@ class _RunningLoop:
         self._codecs = codecs
         self._env = env
         self._token = token
-        self._num_rows_of_part = division.num_rows // division.num_parts
-        self._likes = {
-            item.value: jax.ShapeDtypeStruct(
-                (self._num_rows_of_part, *item.shape[1:]), item.dtype
-            )
-            for item in plan.kept
-            if item.value in packed
-        }
+        self._rows = division.rows
+        self._likes = division.likes_of_part(plan.kept)
         self._sources = {
-            v: self._divided(env[v]) for v in loop.sources if v not in loop.replaced
+            v: self._rows.divide(env[v]) for v in loop.sources if v not in loop.replaced
         }
         self._written = written((*loop.by_rows, *loop.sums))
-        self._coded = jax.tree.map(lambda x: self._divided(_as_bits(x)), dict(packed))
+        self._coded = jax.tree.map(
+            lambda x: self._rows.divide(_as_bits(x)), dict(packed)
+        )
 
     def start(self, sampled: Iterable[int]) -> Carry:
         """Returns what there is before the first part."""
-        avals, count = self._avals, self._division.num_parts
+        avals, count = self._avals, self._rows.num_parts
         return Carry(
             {
-                v: self._zeros(avals[v].shape, _sum_dtype(avals[v].dtype))
+                v: self._zeros(avals[v].shape, sum_dtype(avals[v].dtype))
                 for eqn in self._loop.sums
                 for v in eqn.outputs
             },
@@ -116,11 +112,11 @@ class _RunningLoop:
     def run_part(self, number: Array, carry: Carry) -> Carry:
         """Returns what there is when that part has run, too."""
         part = self._compute(*self._read(number, carry), number)
-        count = self._division.num_parts
+        count = self._rows.num_parts
         return Carry(
             {v: x + part[v].astype(x.dtype) for v, x in carry.sums.items()},
             tuple(
-                lax.dynamic_update_index_in_dim(x, part[v], number, self._axis)
+                self._rows.put(x, part[v], number)
                 for v, x in zip(self._loop.results, carry.wholes, strict=True)
             ),
             {
@@ -141,7 +137,7 @@ class _RunningLoop:
         """Returns the parts of what is read, and what tells that they are there."""
         replaced = dict(zip(self._loop.replaced, carry.wholes, strict=True))
         sources = self._sources | {v: x for v, x in replaced.items() if v is not None}
-        part = {v: self._part_of(x, number) for v, x in sources.items()}
+        part = {v: self._rows.part(x, number) for v, x in sources.items()}
         # Else XLA:GPU rearranges the whole, as a product reads its parts.
         part.update((v, pin(part[v])) for v in self._written & part.keys())
         if not self._loop.results:
@@ -166,7 +162,7 @@ class _RunningLoop:
                 continue
             operands = look_up(piece.inputs, at_hand)
             outputs = evaluate_on_rows(
-                piece, operands, division.num_rows, self._num_rows_of_part
+                piece, operands, division.num_rows, division.num_rows_of_part
             )
             part.update(zip(piece.outputs, outputs, strict=True))
         return part
@@ -186,24 +182,11 @@ class _RunningLoop:
         # What waits is the number, so that XLA can take a part of the codes in the
         # kernel that decodes it.
         number, after = tie(number, after)
-        bits = jax.tree.map(lambda x: self._part_of(x, number), self._coded[value])
+        bits = jax.tree.map(lambda x: self._rows.part(x, number), self._coded[value])
         codes = jax.tree.map(_from_bits, bits, self._packed[value])
         decode = codec.decode_fused if fused else codec.decode
         part[value] = decode(codes, self._likes[value])
         return after
-
-    @property
-    def _axis(self) -> int:
-        return 1 if self._division.is_interleaved else 0
-
-    def _divided(self, x: Array) -> Array:
-        count = self._division.num_parts
-        shape = [x.shape[0] // count, *x.shape[1:]]
-        shape.insert(self._axis, count)
-        return lax.reshape(x, shape)
-
-    def _part_of(self, divided: Array, number: Array) -> Array:
-        return lax.dynamic_index_in_dim(divided, number, self._axis, keepdims=False)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         # They cannot be there before the token is.
@@ -211,12 +194,12 @@ class _RunningLoop:
 
     def _start_of(self, value: int, replaced: int | None) -> Array:
         if replaced is not None:
-            return self._divided(self._env[replaced])
+            return self._rows.divide(self._env[replaced])
         aval = self._avals[value]
-        return self._divided(self._zeros(aval.shape, aval.dtype))
+        return self._rows.divide(self._zeros(aval.shape, aval.dtype))
 
 
-def _sum_dtype(dtype: Any) -> Any:
+def sum_dtype(dtype: Any) -> Any:
     """Returns in what dtype parts of a sum are added."""
     is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if is_short else dtype

@@ -3,18 +3,24 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import jax
 from jax.sharding import AxisType
 
+from dafjax._schedule.rows import Rows
 from dafjax._typing import Like
 from dafjax.codecs import AbstractCodec
 
 
-# Smaller parts take longer, and the whole is not large either.
+# Smaller parts take longer, and the whole is not large either. Apart they are kernels
+# of their own, each of which takes some microseconds by itself.
 _LEAST_NBYTES_OF_PART = 1 << 20
+_LEAST_NBYTES_APART = 8 << 20
+
+# Two are enough for what one makes to take the place of what another one read.
+_MOST_APART = 2
 
 # A stretch of the backward pass takes some five times its largest residual as a whole,
 # and some three times in parts. So where that residual is less than this share of the
@@ -32,45 +38,63 @@ class Parts:
         codecs: How each residual is unpacked.
         most: The most parts.
         likes: Shape and dtype of each residual.
+        are_apart: Whether they run one after another in the program, and what they make
+            stays in parts (`apart.py`). Else they run in a loop.
     """
 
     codecs: Mapping[int, AbstractCodec]
     most: int
     likes: Mapping[int, Like]
+    are_apart: bool = False
 
-    def count(self, values: Collection[int]) -> int:
-        """Returns into how many parts some residuals are divided, 1 if they are not.
+    def rows(self, values: Collection[int], there: Iterable[Rows]) -> Rows:
+        """Returns into which parts some residuals are divided, one if they are not.
 
         All of them have as many rows.
+
+        Args:
+            values: The residuals.
+            there: In which parts what is read with them is there, if in any.
         """
+        known = set(there)
+        if known:
+            rows = known.pop()
+            if not known and self._can_be_divided(values, rows):
+                return rows
+            return Rows(1, is_interleaved=False)
         largest = max((self.likes[v] for v in values), key=_nbytes)
-        if _nbytes(largest) < _LEAST_SHARE * self._largest_nbytes:
-            return 1
-        for count in range(most_parts(largest, self.most), 1, -1):
-            if _can_have_parts(largest, count) and all(
-                self.codecs[v].packs_parts(self.likes[v], count) for v in values
-            ):
-                return count
-        return 1
+        if _nbytes(largest) >= _LEAST_SHARE * self._largest_nbytes:
+            is_interleaved = all(
+                self.codecs[v].packs_rows(self.likes[v]) for v in values
+            )
+            for count in _counts(largest, self.most, are_apart=self.are_apart):
+                rows = Rows(count, is_interleaved)
+                if self._can_be_divided(values, rows):
+                    return rows
+        return Rows(1, is_interleaved=False)
 
     @functools.cached_property
     def _largest_nbytes(self) -> int:
         return max(map(_nbytes, self.likes.values()))
 
-    def can_be_interleaved(self, values: Iterable[int]) -> bool:
-        """Returns whether parts need not be rows that follow each other."""
-        return all(self.codecs[v].packs_rows(self.likes[v]) for v in values)
+    def _can_be_divided(self, values: Iterable[int], rows: Rows) -> bool:
+        pairs = [(self.codecs[v], self.likes[v]) for v in values]
+        return all(
+            codec.packs_parts(like, rows.num_parts)
+            and (codec.packs_rows(like) or not rows.is_interleaved)
+            for codec, like in pairs
+        )
 
 
-def most_parts(like: Like, most: int) -> int:
+def most_parts(like: Like, most: int, *, are_apart: bool = False) -> int:
     """Returns into how many parts it is worth dividing an array, 1 if it has none.
 
     Args:
         like: Its shape and dtype.
         most: The most parts.
+        are_apart: As in `Parts`.
     """
-    counts = range(most, 1, -1)
-    return next((count for count in counts if _can_have_parts(like, count)), 1)
+    return next(_counts(like, most, are_apart=are_apart), 1)
 
 
 def are_shared_by_type(avals: Iterable[Any]) -> bool:
@@ -83,15 +107,23 @@ def are_shared_by_type(avals: Iterable[Any]) -> bool:
     return not types.isdisjoint({AxisType.Explicit, AxisType.Manual})
 
 
-def _can_have_parts(like: Like, count: int) -> bool:
-    """Returns whether an array has so many equal parts, which are large enough."""
+def _counts(like: Like, most: int, *, are_apart: bool) -> Iterator[int]:
+    """Yields into how many parts an array can be divided, the most first."""
+    least = _LEAST_NBYTES_APART if are_apart else _LEAST_NBYTES_OF_PART
+    for count in range(min(most, _MOST_APART) if are_apart else most, 1, -1):
+        if _can_have_parts(like, count, least):
+            yield count
+
+
+def _can_have_parts(like: Like, count: int, least_nbytes: int) -> bool:
+    """Returns whether an array has so many equal parts of so many bytes or more."""
     if not like.shape:
         return False
     there, rest = divmod(like.shape[0], count)
     # Where devices share the rows, each has some of every part.
     if rest or there % jax.device_count():
         return False
-    return _nbytes(like) >= count * _LEAST_NBYTES_OF_PART
+    return _nbytes(like) >= count * least_nbytes
 
 
 def _nbytes(like: Like) -> int:

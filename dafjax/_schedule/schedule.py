@@ -46,6 +46,7 @@ array at the peak:
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Container, Iterable, Sequence
 
@@ -77,14 +78,16 @@ def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
     """
     program = dataclasses.replace(plan.program, backward=order_products(plan))
     plan = dataclasses.replace(plan, program=program)
-    inside = products_in_parts(plan, _build(plan), parts)
-    steps = _build(plan, inside)
+    build = functools.partial(_build, plan, begins_early=parts.are_apart)
+    steps = build(products_in_parts(plan, build(), parts))
     return with_divisions(plan, behind_last_reads(program, steps), parts)
 
 
-def _build(plan: ProgramPlan, inside: Container[int] = ()) -> tuple[Step, ...]:
+def _build(
+    plan: ProgramPlan, inside: Container[int] = (), *, begins_early: bool
+) -> tuple[Step, ...]:
     program = plan.program
-    builder = _Builder(plan, inside)
+    builder = _Builder(plan, inside, begins_early)
     for now, equation in enumerate(program.backward):
         builder.add(now, equation, equation.input_values)
     builder.add(len(program.backward), None, values_of(program.gradients))
@@ -97,11 +100,16 @@ class _Builder:
     Args:
         plan: What is kept.
         inside: Expensive equations before which no stretch begins.
+        begins_early: Whether a stretch begins right behind an expensive equation, if
+            something is unpacked before the next one.
     """
 
-    def __init__(self, plan: ProgramPlan, inside: Container[int]) -> None:
+    def __init__(
+        self, plan: ProgramPlan, inside: Container[int], begins_early: bool
+    ) -> None:
         program = plan.program
         self._inside = inside
+        self._begins_early = begins_early
         self._program = program
         self._compressed = {k.value for k in plan.kept if k.codec is not None}
         self._given = {k.value for k in plan.kept if k.codec is None}
@@ -214,7 +222,9 @@ class _Builder:
 
         Before the equation that reads it, or before one of the cheap ones in front of
         it, if far less goes through the tie there: a cotangent need not wait beside
-        what was made of it. None if nothing is unpacked before the next expensive one.
+        what was made of it. Where parts stay apart it is before the first cheap one,
+        so that a sum of cotangents and what is made of it are one kernel. None if
+        nothing is unpacked before the next expensive one.
         """
         backward = self._program.backward
         fresh = {v for v in self._fresh if self._program.is_large(v)}
@@ -229,6 +239,8 @@ class _Builder:
             read = values_of(results) if eqn is None else eqn.input_values
             missing = self._missing(v for v in read if v in self._residuals)
             if not self._compressed.isdisjoint(missing):
+                if self._begins_early:
+                    return now
                 least = min(nbytes)
                 far_less = _FAR_LESS * least < nbytes[-1]
                 return now + nbytes.index(least) if far_less else place

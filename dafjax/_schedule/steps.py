@@ -4,6 +4,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import final
 
+import jax
+
+from dafjax._plan.plan import Kept
+from dafjax._schedule.rows import Rows
 from dafjax._trace.equation import Equation
 
 
@@ -64,18 +68,44 @@ class Division:
 
     Attributes:
         num_rows: The rows of all that has them.
-        num_parts: How many parts they are divided into.
-        is_interleaved: Whether a part is every eighth row, say: where devices share the
-            rows, each has some of it. Else it is rows that follow each other.
+        rows: The parts that they are divided into.
         loops: What runs in parts, one loop after another.
         rest: What is unpacked and computed behind the loops.
+        is_apart: Whether parts run one after another in the program, and results stay
+            in parts (`apart.py`). Else they run in a loop (`loops.py`).
     """
 
     num_rows: int
-    num_parts: int
-    is_interleaved: bool
+    rows: Rows
     loops: tuple[Loop, ...]
     rest: tuple[Unpacking | Equation, ...]
+    is_apart: bool
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts there are."""
+        return self.rows.num_parts
+
+    @property
+    def stays_in_parts(self) -> bool:
+        """Whether results are there in parts behind it."""
+        return self.is_apart and self.num_parts > 1
+
+    @property
+    def num_rows_of_part(self) -> int:
+        """The rows of a part."""
+        return self.num_rows // self.num_parts
+
+    def likes_of_part(self, kept: Iterable[Kept]) -> dict[int, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of a part of what is unpacked by rows."""
+        unpacked = set(self.unpacked)
+        return {
+            item.value: jax.ShapeDtypeStruct(
+                (self.num_rows_of_part, *item.shape[1:]), item.dtype
+            )
+            for item in kept
+            if item.value in unpacked
+        }
 
     @property
     def unpacked(self) -> tuple[int, ...]:

@@ -59,18 +59,52 @@ def codecs_in(
     }
 
 
-def parts_in(store: AbstractStore, plan: ProgramPlan, most: int) -> Parts:
-    """Returns in which parts a plan's values can be unpacked, at most so many."""
+def parts_in(
+    store: AbstractStore, plan: ProgramPlan, most: int, *, are_apart: bool = False
+) -> Parts:
+    """Returns in which parts a plan's values can be unpacked.
+
+    Args:
+        store: Where they wait.
+        plan: The plan.
+        most: The most parts.
+        are_apart: As in `Parts`.
+    """
     if are_shared_by_type(plan.program.avals):
         most = 1
     packed = list(_packed(plan))
     codecs = {
         value: codec
         if value in plan.brief
-        else store.codec(codec, site=site, num_parts=most_parts(like, most))
+        else store.codec(
+            codec, site=site, num_parts=most_parts(like, most, are_apart=are_apart)
+        )
         for value, site, codec, like in packed
     }
-    return Parts(codecs, most, {value: like for value, *_, like in packed})
+    return Parts(codecs, most, {value: like for value, *_, like in packed}, are_apart)
+
+
+def can_be_apart(
+    store: AbstractStore, plan: ProgramPlan, schedule: Sequence[Step]
+) -> bool:
+    """Returns whether the backward pass may run with parts that stay apart.
+
+    Not where the store packs for the parts that a schedule has, or importances are
+    measured; where devices share arrays by their types; and where more is done than
+    computed.
+
+    Args:
+        store: Where a plan's values wait.
+        plan: The plan.
+        schedule: The steps of the backward pass in loops.
+    """
+    codecs = codecs_in(store, plan, schedule)
+    return (
+        codecs == {value: codec for value, _, codec, _ in _packed(plan)}
+        and not any(map(store.measured_code, codecs.values()))
+        and not are_shared_by_type(plan.program.avals)
+        and not any(eqn.has_effect for eqn in plan.program.backward)
+    )
 
 
 def _packed(

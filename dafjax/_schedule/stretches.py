@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.division import divide
+from dafjax._schedule.division import divide, read_in
 from dafjax._schedule.parts import Parts
+from dafjax._schedule.rows import Rows
 from dafjax._schedule.steps import Step
 from dafjax._trace.equation import values_of
 from dafjax._trace.primitives import is_cheap
@@ -27,7 +28,8 @@ def products_in_parts(
     """Returns the products that are better part of the stretch in front of them.
 
     Where the gradient of a weight is summed in parts, so can the cotangent be made that
-    goes on, in the place of the one that both are made of.
+    goes on, in the place of the one that both are made of. (Where parts stay apart it
+    is made of them anyway.)
 
     Args:
         plan: What is kept.
@@ -37,6 +39,8 @@ def products_in_parts(
     Returns:
         The numbers of their steps.
     """
+    if parts.are_apart:
+        return frozenset()
     stretches = stretches_of(steps)
     laters = _read_later(plan, stretches)
     found = set()
@@ -48,7 +52,7 @@ def products_in_parts(
             and not _is_cheap(joined[0])
             and not _is_cheap(stretch[0])
             and not stretch[0].unpacked
-            and divide(plan, [*joined, *stretch], later, parts) is not None
+            and divide(plan, [*joined, *stretch], later, parts, {}) is not None
         )
         if can_join:
             found.add(end)
@@ -69,10 +73,18 @@ def with_divisions(
     """
     stretches = stretches_of(steps)
     divided: list[Step] = []
+    in_parts: dict[int, Rows] = {}
     for stretch, later in zip(stretches, _read_later(plan, stretches), strict=True):
         first, *others = stretch
-        division = divide(plan, stretch, later, parts)
+        division = divide(plan, stretch, later, parts, in_parts)
         divided += [dataclasses.replace(first, division=division), *others]
+        if division is not None and division.stays_in_parts:
+            made = (v for loop in division.loops for v in loop.results)
+            in_parts.update(dict.fromkeys(made, division.rows))
+        else:
+            # It is joined where it is read as a whole.
+            read = read_in(stretch)
+            in_parts = {v: rows for v, rows in in_parts.items() if v not in read}
     return tuple(divided)
 
 
@@ -84,9 +96,7 @@ def _read_later(
     laters = []
     for stretch in reversed(stretches):
         laters.append(set(read))
-        for step in stretch:
-            equations = (*step.recomputed, *filter(None, [step.equation]))
-            read.update(v for eqn in equations for v in eqn.input_values)
+        read |= read_in(stretch)
     return laters[::-1]
 
 

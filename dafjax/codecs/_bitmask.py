@@ -7,7 +7,12 @@ from typing import final
 import jax
 import jax.numpy as jnp
 
-from dafjax._native import pack_bitmask, unpack_bitmask, unpack_bitmask_fused
+from dafjax._native import (
+    pack_bitmask,
+    pack_bitmask_fused,
+    unpack_bitmask,
+    unpack_bitmask_fused,
+)
 from dafjax._native._layout import num_words
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
@@ -44,7 +49,10 @@ class Bitmask(AbstractCodec):
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> Array:
         self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        return pack_bitmask(to_rows(x, rows_of(x.shape)))
+        rows = to_rows(x, rows_of(x.shape))
+        if is_divided_by_type(jax.typeof(x), jax.typeof(rows)):
+            return pack_bitmask(rows)
+        return pack_bitmask_fused(rows)
 
     def decode(
         self, packed: Array, like: Like, *, after: tuple[Array, ...] = ()

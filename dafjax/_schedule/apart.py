@@ -1,0 +1,160 @@
+"""Runs a stretch of the backward pass in parts that stay arrays of their own.
+
+In a loop XLA:GPU launches each kernel anew for each part, and copies what a product
+reads out of the whole, and what it makes into it. So on GPUs the parts, two at most,
+run one after another in the program, and what goes on stays in parts, for the stretches
+that follow.
+
+Where there is but one part it is the levels that count: the sums over rows come first,
+and what depends on them decodes again. Codes are few, and decoding is done in the
+kernels that read values: else XLA:GPU would write for the second what it decoded for
+the first.
+"""
+
+import collections
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+import jax
+
+from dafjax._native import tie, tie_tree
+from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.loops import sum_dtype
+from dafjax._schedule.steps import Division, Loop, Unpacking, written
+from dafjax._schedule.values import Values
+from dafjax._trace.by_rows import evaluate_on_rows
+from dafjax._trace.equation import look_up
+from dafjax._typing import Array, ArrayTree
+from dafjax.codecs import AbstractCodec
+
+
+class Made(NamedTuple):
+    """What was made in parts.
+
+    Attributes:
+        sums: The sums over rows.
+        results: The parts of each result.
+        token: What tells that they are there.
+    """
+
+    sums: dict[int, Array]
+    results: dict[int, tuple[Array, ...]]
+    token: Array
+
+
+def run_apart(
+    plan: ProgramPlan,
+    division: Division,
+    loop: Loop,
+    packed: Mapping[int, ArrayTree],
+    codecs: Mapping[int, AbstractCodec],
+    values: Values,
+    env: Mapping[int, Any],
+    token: Array,
+) -> Made:
+    """Runs one loop of a division, part after part.
+
+    Args:
+        plan: What was kept.
+        division: What the loop is one of.
+        loop: The loop.
+        packed: What is unpacked in it.
+        codecs: How.
+        values: What is there of its sources, whole or in parts.
+        env: What is at hand: everything else that is read.
+        token: What it waits for, a scalar that is 0.
+    """
+    running = _Running(plan, division, loop, packed, codecs, values, env, token)
+    for number in range(division.num_parts):
+        running.run_part(number)
+    return running.finish()
+
+
+@final
+class _Running:
+    """What the parts have in common, and what was made of those that ran."""
+
+    def __init__(
+        self,
+        plan: ProgramPlan,
+        division: Division,
+        loop: Loop,
+        packed: Mapping[int, ArrayTree],
+        codecs: Mapping[int, AbstractCodec],
+        values: Values,
+        env: Mapping[int, Any],
+        token: Array,
+    ) -> None:
+        self._avals = plan.program.avals
+        self._division = division
+        self._loop = loop
+        self._packed = packed
+        self._codecs = codecs
+        self._env = env
+        self._token = token
+        self._likes = division.likes_of_part(plan.kept)
+        self._sources = {v: values.parts(v, division.rows) for v in loop.sources}
+        self._written = written((*loop.by_rows, *loop.sums))
+        self._sums: dict[int, Array] = {}
+        self._results: dict[int, tuple[Array, ...]] = {v: () for v in loop.results}
+
+    def run_part(self, number: int) -> None:
+        """Runs a part, behind those before it."""
+        division = self._division
+        part: dict[int, Any] = {v: xs[number] for v, xs in self._sources.items()}
+        at_hand = collections.ChainMap(part, dict(self._env))
+        for piece in (*self._loop.by_rows, *self._loop.sums):
+            if isinstance(piece, Unpacking):
+                self._unpack(piece, part, number)
+                continue
+            operands = look_up(piece.inputs, at_hand)
+            outputs = evaluate_on_rows(
+                piece, operands, division.num_rows, division.num_rows_of_part
+            )
+            part.update(zip(piece.outputs, outputs, strict=True))
+        for value in (v for eqn in self._loop.sums for v in eqn.outputs):
+            x = part[value]
+            if division.num_parts > 1:
+                x = x.astype(sum_dtype(x.dtype))
+            self._sums[value] = self._sums[value] + x if number else x
+        for value, parts in self._results.items():
+            self._results[value] = (*parts, part[value])
+        self._wait()
+
+    def finish(self) -> Made:
+        """Returns what was made."""
+        sums = {v: x.astype(self._avals[v].dtype) for v, x in self._sums.items()}
+        return Made(sums, self._results, self._token)
+
+    def _wait(self) -> None:
+        """Makes what follows wait for the parts that ran.
+
+        Else XLA:GPU puts sums off that are read later, to take them in another kernel,
+        and writes for that what they are of.
+        """
+        last = [parts[-1] for parts in self._results.values()]
+        tied = tie(*self._sums.values(), *last, self._token)
+        self._sums = dict(zip(self._sums, tied, strict=False))
+        new = tied[len(self._sums) :]
+        for (value, parts), x in zip(list(self._results.items()), new, strict=False):
+            self._results[value] = (*parts[:-1], x)
+        self._token = tied[-1]
+
+    def _unpack(self, item: Unpacking, part: dict[int, Any], number: int) -> None:
+        value = item.value
+        codec = self._codecs[value]
+        like = self._likes[value]
+        rows = self._division.rows
+        packed = self._packed[value]
+        if codec.decodes_fused and value not in self._written:
+            # As a whole they are in memory; a part would be copied for the tie.
+            packed, self._token = tie_tree(packed, self._token)
+            codes = jax.tree.map(lambda x: rows.split(x)[number], packed)
+            part[value] = codec.decode_fused(codes, like)
+            return
+        packed = jax.tree.map(lambda x: rows.split(x)[number], packed)
+        waiting = [v for v in item.behind if v in part]
+        if waiting:
+            *tied, self._token = tie(*(part[v] for v in waiting), self._token)
+            part.update(zip(waiting, tied, strict=True))
+        part[value] = codec.decode(packed, like, after=(self._token,))

@@ -1,0 +1,405 @@
+"""Backward passes as they run on GPUs: in parts that stay apart, level by level.
+
+They are the same equations on the same codes, so that they can run on a CPU too.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import dafjax
+from dafjax import _rules
+from dafjax._bits import Bits
+from dafjax._plan.planner import make_plan
+from dafjax._schedule import backward_pass, parts, stretches
+from dafjax._schedule.apart import run_apart
+from dafjax._schedule.rows import Rows
+from dafjax._schedule.schedule import schedule_backward
+from dafjax._schedule.steps import Unpacking
+from dafjax._schedule.stored import can_be_apart, parts_in
+from dafjax._schedule.values import Values
+from dafjax._trace.residuals import differentiate
+from dafjax.policies import CompressDots, CompressExpensive, CompressNames
+from dafjax.stores import Arrays
+from tests import networks
+from tests.helpers import relative_error, scheduled
+
+
+@pytest.fixture
+def with_plugin(monkeypatch):
+    """As if there were JAX's CUDA plugin."""
+    monkeypatch.setattr(_rules, "installed_plugins", lambda: ("plugin",))
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Lets parts be small, as the arrays of these tests are, also beside others."""
+    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
+    monkeypatch.setattr(parts, "_LEAST_NBYTES_APART", 1)
+    monkeypatch.setattr(parts, "_LEAST_SHARE", 0)
+
+
+@pytest.fixture
+def as_on_gpu(with_plugin, monkeypatch):
+    """As if what is lowered were lowered for a GPU. Returns the parts that run."""
+    counts = []
+
+    def counting(plan, division, *arguments):
+        counts.append(division.num_parts)
+        return run_apart(plan, division, *arguments)
+
+    monkeypatch.setattr(backward_pass, "run_apart", counting)
+    monkeypatch.setattr(
+        jax.lax,
+        "platform_dependent",
+        lambda *operands, cpu=None, cuda=None, default: (cuda or cpu or default)(
+            *operands
+        ),
+    )
+    return counts
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Returns the shapes of what is joined."""
+    shapes = []
+    join = Rows.join
+
+    def joining(rows, parts):
+        shapes.append(parts[0].shape)
+        return join(rows, parts)
+
+    monkeypatch.setattr(Rows, "join", joining)
+    return shapes
+
+
+def example(key, depth=3):
+    params = networks.conv_params(key, depth, 32)
+    return params, jax.random.normal(key, (32, 8, 8, 32))
+
+
+def gradient(loss, *arguments, **options):
+    return jax.jit(jax.grad(dafjax.remat_compress(loss, **options)))(*arguments)
+
+
+def at_once(monkeypatch, loss, *arguments, **options):
+    """The gradient where nothing runs in parts, or for GPUs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_rules, "installed_plugins", tuple)
+        patch.setattr(stretches, "divide", lambda *arguments: None)
+        return gradient(loss, *arguments, **options)
+
+
+def assert_close(got, expected, tolerance=1e-5):
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        assert a.dtype == b.dtype
+        assert relative_error(a, b) < tolerance
+
+
+class TestGradients:
+    """They are those of the whole but for the order in which sums are taken."""
+
+    def test_of_convolutions_and_norms(self, key, as_on_gpu, joined, monkeypatch):
+        params, x = example(key)
+        got = gradient(networks.conv_loss, params, x)
+        assert set(as_on_gpu) == {2}
+        # What goes on stays in parts to the end.
+        assert joined == []
+        assert_close(got, at_once(monkeypatch, networks.conv_loss, params, x))
+
+    def test_of_products(self, key, as_on_gpu, monkeypatch):
+        params = networks.mlp_params(key, (64, 512, 512, 16))
+        x = jax.random.normal(jax.random.fold_in(key, 1), (4096, 64))
+        got = gradient(networks.mlp_loss, params, x)
+        assert 2 in as_on_gpu
+        assert_close(got, at_once(monkeypatch, networks.mlp_loss, params, x))
+
+    def test_in_one_part(self, key, as_on_gpu, monkeypatch):
+        params, x = example(key)
+        got = gradient(networks.conv_loss, params, x, max_parts=1)
+        assert set(as_on_gpu) == {1}
+        assert_close(got, at_once(monkeypatch, networks.conv_loss, params, x))
+
+    def test_of_bfloat16_are_added_in_32_bits(self, key, as_on_gpu, monkeypatch):
+        params, x = example(key)
+        short = jax.tree.map(lambda x: x.astype("bfloat16"), (params, x))
+        got = gradient(networks.conv_loss, *short)
+        assert set(as_on_gpu) == {2}
+        whole = at_once(monkeypatch, networks.conv_loss, *short)
+        exact = jax.grad(networks.conv_loss)(params, x)
+        for a, b, c in zip(*map(jax.tree.leaves, (got, whole, exact)), strict=True):
+            assert a.dtype == b.dtype == jnp.bfloat16
+            assert relative_error(a, c) <= 1.05 * relative_error(b, c)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"policy": CompressDots()},
+            {"policy": CompressNames(("y",))},
+            {"rematerialize": True},
+            {"bits": 8},
+        ],
+        ids=repr,
+    )
+    def test_of_other_plans(self, options, key, as_on_gpu, monkeypatch):
+        w = jax.random.normal(key, (32, 32)) / 6
+        x = jax.random.normal(key, (16, 64, 32))
+
+        def loss(w, x):
+            for _ in range(2):
+                y = checkpoint_name(jnp.tanh(x) @ w, "y")
+                mean = y.mean((0, 1))
+                variance = jnp.square(y - mean).mean((0, 1))
+                normed = (y - mean) * jax.lax.rsqrt(variance + 1e-3)
+                x = jax.nn.relu(normed) * jnp.tanh(jnp.sin(w[0])) + x
+            return jnp.mean(jnp.square(x))
+
+        got = gradient(loss, w, x, **options)
+        assert as_on_gpu
+        assert_close(got, at_once(monkeypatch, loss, w, x, **options))
+
+    def test_of_the_body_of_a_loop_and_with_keys(self, key, as_on_gpu, monkeypatch):
+        weights = jax.random.normal(key, (3, 32, 32)) / 6
+        x = jax.random.normal(key, (64, 64, 32))
+
+        def loss(weights, x, key):
+            def body(x, w):
+                y = jax.nn.gelu(x @ w)
+                kept = jax.random.bernoulli(key, 0.9, y.shape)
+                return x + jnp.where(kept, y, 0.0), None
+
+            return jnp.mean(jax.lax.scan(body, x, weights)[0] ** 2)
+
+        dropout = jax.random.key(7)
+        got = gradient(loss, weights, x, dropout)
+        assert as_on_gpu
+        assert_close(got, at_once(monkeypatch, loss, weights, x, dropout))
+
+    def test_with_integers(self, key, as_on_gpu, monkeypatch):
+        """Whose cotangents have no numbers."""
+        table = jax.random.normal(key, (16, 32))
+        tokens = jax.random.randint(key, (64, 32), 0, 16)
+
+        def loss(table, tokens):
+            return jnp.mean(jnp.tanh(table[tokens] @ table.T) ** 2), tokens
+
+        def gradients(tokens, table):
+            wrapped = dafjax.remat_compress(loss)
+            return jax.vjp(wrapped, table, tokens)[1](
+                (jnp.ones(()), np.zeros(tokens.shape, jax.dtypes.float0))
+            )
+
+        got, none = gradients(tokens, table)
+        assert as_on_gpu
+        assert none.dtype == jax.dtypes.float0
+        monkeypatch.setattr(_rules, "installed_plugins", tuple)
+        assert_close(got, gradients(tokens, table)[0])
+
+    def test_vmapped(self, key, as_on_gpu, monkeypatch):
+        params = networks.conv_params(key, 2, 32)
+        xs = jax.random.normal(key, (2, 16, 8, 8, 32))
+
+        def gradients():
+            wrapped = dafjax.remat_compress(networks.conv_loss)
+            return jax.jit(jax.vmap(jax.grad(wrapped), (None, 0)))(params, xs)
+
+        got = gradients()
+        assert as_on_gpu
+        monkeypatch.setattr(_rules, "installed_plugins", tuple)
+        assert_close(got, gradients())
+
+    def test_shared_by_devices(self, key, as_on_gpu):
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        params, x = example(key, 2)
+        got = gradient(networks.conv_loss, params, jax.device_put(x, rows))
+        assert set(as_on_gpu) == {2}
+        assert_close(got, gradient(networks.conv_loss, params, x), 1e-4)
+
+    def test_cotangents_and_residuals_are_left_as_they_were(self, key, as_on_gpu):
+        params, x = example(key, 2)
+
+        def blocks(x):
+            for p in params:
+                x = networks.conv_block(p, x)
+            return x
+
+        _, pullback = jax.vjp(dafjax.remat_compress(blocks), x)
+        cotangent = jax.random.normal(jax.random.fold_in(key, 1), x.shape)
+        before = np.array(cotangent)
+        (first,), (second,) = pullback(cotangent), pullback(cotangent)
+        assert as_on_gpu
+        np.testing.assert_array_equal(cotangent, before)
+        np.testing.assert_array_equal(first, second)
+
+
+class TestWhereItRuns:
+    def test_elsewhere_gradients_are_what_they_are_without_a_plugin(
+        self, key, monkeypatch
+    ):
+        params, x = example(key)
+        without = gradient(networks.conv_loss, params, x)
+        monkeypatch.setattr(_rules, "installed_plugins", lambda: ("plugin",))
+        got = gradient(networks.conv_loss, params, x)
+        jax.tree.map(np.testing.assert_array_equal, got, without)
+
+    def test_on_a_gpu_it_is_another_one(self, key, with_plugin):
+        params, x = example(key)
+        wrapped = dafjax.remat_compress(networks.conv_loss)
+        traced = jax.jit(jax.grad(wrapped)).trace(params, x)
+        on_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo.while" not in on_gpu
+        on_cpu = traced.lower()
+        assert "stablehlo.while" in on_cpu.as_text()
+        # Which one it is, is not asked when it runs.
+        assert "conditional" not in on_cpu.compile().as_text()
+
+    def test_page_pools_have_the_parts_that_are_stored(self, key, as_on_gpu):
+        params, x = example(key)
+        with dafjax.stores.PagePool() as pool:
+            gradient(networks.conv_loss, params, x, store=pool)
+        assert as_on_gpu == []
+
+    def test_importances_are_measured_in_loops(self, key, as_on_gpu):
+        params, x = example(key)
+        loss = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
+        dafjax.adaptive_jit(jax.grad(loss))(params, x)
+        assert as_on_gpu == []
+
+    def test_where_types_say_how_devices_share_arrays_it_does_not(self, key, as_on_gpu):
+        mesh = jax.make_mesh((2,), ("data",))
+        rows = jax.sharding.PartitionSpec("data")
+        params = networks.mlp_params(key)
+        x = jax.random.normal(key, (512, 64))
+        with jax.set_mesh(mesh):
+            gradient(networks.mlp_loss, params, jax.reshard(x, rows))
+        assert as_on_gpu == []
+        gradient(networks.mlp_loss, params, x)
+        assert as_on_gpu
+
+
+def plan_of_convolutions(key):
+    leaves, structure = jax.tree.flatten(example(key))
+
+    def loss(*leaves):
+        return networks.conv_loss(*jax.tree.unflatten(structure, leaves))
+
+    program = differentiate(jax.make_jaxpr(loss)(*leaves), [True] * len(leaves))
+    return make_plan(program, policy=CompressExpensive(), bits=Bits())
+
+
+def divisions_apart(plan, most=2):
+    found = schedule_backward(plan, parts_in(Arrays(), plan, most, are_apart=True))
+    return [step.division for step in found if step.division is not None]
+
+
+class TestDivisions:
+    @pytest.mark.parametrize("most", [1, 2, 8])
+    def test_there_are_two_parts_at_most(self, most, key):
+        found = divisions_apart(plan_of_convolutions(key), most)
+        assert {d.num_parts for d in found} == {min(most, 2)}
+        assert all(d.is_apart for d in found)
+
+    def test_small_parts_are_not_worth_their_kernels(self, key, monkeypatch):
+        monkeypatch.setattr(parts, "_LEAST_NBYTES_APART", 1 << 20)
+        found = divisions_apart(plan_of_convolutions(key))
+        assert {d.num_parts for d in found} == {1}
+
+    def test_results_are_made_once_and_read_by_the_loops_behind(self, key):
+        read = 0
+        for d in divisions_apart(plan_of_convolutions(key)):
+            there = set()
+            for loop in d.loops:
+                assert there.isdisjoint(loop.made)
+                read += len(there.intersection(loop.sources))
+                there.update(loop.results)
+        assert read
+
+    def test_what_depends_on_sums_decodes_again(self, key):
+        again = [
+            set(a.unpacked) & set(b.unpacked)
+            for d in divisions_apart(plan_of_convolutions(key))
+            for a, b in zip(d.loops, d.loops[1:], strict=False)
+        ]
+        assert any(again)
+
+    def test_what_reads_parts_has_the_same(self, key):
+        """Though nothing large is unpacked there."""
+        apart = divisions_apart(plan_of_convolutions(key))
+        bare = [
+            d
+            for d in apart
+            if not any(
+                isinstance(p, Unpacking) for loop in d.loops for p in loop.by_rows
+            )
+        ]
+        assert bare
+        assert {d.rows for d in apart} == {bare[0].rows}
+
+    def test_in_loops_nothing_of_this_is_so(self, key):
+        found = [s.division for s in scheduled(plan_of_convolutions(key))]
+        assert not any(d.is_apart for d in found if d is not None)
+
+
+def test_a_schedule_of_a_plan_with_arrays_can_be_apart(key):
+    plan = plan_of_convolutions(key)
+    assert can_be_apart(Arrays(), plan, scheduled(plan))
+    with dafjax.stores.PagePool() as pool:
+        assert not can_be_apart(pool, plan, scheduled(plan))
+
+
+class TestRows:
+    @pytest.mark.parametrize("is_interleaved", [True, False])
+    @pytest.mark.parametrize("num_parts", [1, 2, 4])
+    def test_parts_are_joined_to_what_they_were(self, num_parts, is_interleaved):
+        x = jnp.arange(24.0).reshape(8, 3)
+        rows = Rows(num_parts, is_interleaved)
+        split = rows.split(x)
+        assert [part.shape for part in split] == [(8 // num_parts, 3)] * num_parts
+        np.testing.assert_array_equal(rows.join(split), x)
+        step = num_parts if is_interleaved else 1
+        np.testing.assert_array_equal(split[0], x[::step][: 8 // num_parts])
+
+    @pytest.mark.parametrize("is_interleaved", [True, False])
+    def test_a_loop_has_the_same_parts(self, is_interleaved):
+        x = jnp.arange(24.0).reshape(8, 3)
+        rows = Rows(4, is_interleaved)
+        divided = rows.divide(x)
+        for number, part in enumerate(rows.split(x)):
+            np.testing.assert_array_equal(rows.part(divided, number), part)
+            divided = rows.put(divided, -part, number)
+        np.testing.assert_array_equal(divided.reshape(x.shape), -x)
+
+
+class TestValues:
+    def test_a_value_in_parts_is_joined_once(self, joined):
+        values = Values()
+        rows = Rows(2, is_interleaved=False)
+        values.put_parts({3: (jnp.zeros(2), jnp.ones(2))}, rows)
+        assert [x.shape for x in values.parts(3, rows)] == [(2,), (2,)]
+        assert joined == []
+        np.testing.assert_array_equal(values[3], [0, 0, 1, 1])
+        np.testing.assert_array_equal(values[3], [0, 0, 1, 1])
+        assert joined == [(2,)]
+        with pytest.raises(KeyError):
+            values[4]
+
+    def test_others_parts_are_made_of_the_whole(self):
+        values = Values()
+        values.put_parts({3: (jnp.zeros(2), jnp.ones(2))}, Rows(2, False))
+        even, odd = values.parts(3, Rows(2, is_interleaved=True))
+        np.testing.assert_array_equal(even, [0, 1])
+        np.testing.assert_array_equal(odd, [0, 1])
+
+    def test_arrays_are_replaced_one_by_one(self):
+        values = Values()
+        values[1] = jnp.zeros(3)
+        values.put_parts({3: (jnp.zeros(2), jnp.ones(2))}, Rows(2, False))
+        arrays = values.arrays([3, 1])
+        assert [len(xs) for xs in arrays] == [2, 1]
+        values.replace([3, 1], [x + 5 for xs in arrays for x in xs])
+        np.testing.assert_array_equal(values[3], [5, 5, 6, 6])
+        np.testing.assert_array_equal(values[1], [5, 5, 5])
