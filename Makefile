@@ -119,9 +119,13 @@ bench: $(VENV)/installed
 	  --contenders none uniform compress adaptive \
 	  --out benchmarks/results/quality_gpt2.json
 
-# Memory of programs for GPUs, compiled without one.
+# Memory of programs for GPUs, compiled without one; on Orin with convolutions of images
+# as Flax has them, and as XLA runs them if it is not told.
 bench-gpu-programs: $(GPU_PLUGIN)/installed
-	$(WITH_PLUGIN) $(RUN) -m benchmarks.gpu_memory
+	XLA_FLAGS=--xla_gpu_force_conv_nhwc=true $(WITH_PLUGIN) $(RUN) -m benchmarks.gpu_memory
+	$(WITH_PLUGIN) $(RUN) -m benchmarks.gpu_memory --devices Orin \
+	  --programs resnet18-64 resnet18-256 \
+	  --out benchmarks/results/gpu_memory_channels_first.json
 
 # Instructions of CUDA kernels, against the bandwidth of GPUs.
 bench-machine-code: $(VENV)/installed

@@ -27,6 +27,8 @@ trap 'rm -rf "$parts"' EXIT
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 # As much as is needed, and no more: processes follow each other.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
+# Before Hopper XLA else turns images round for convolutions (docs/jetson.md).
+export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_gpu_force_conv_nhwc=true"
 
 if ! "$python" -c 'import dafjax._native._cpu' 2> "$parts/import.log"; then
   echo "== building dafjax"

@@ -85,8 +85,8 @@ def remat_compress(
             are: masks of rectifiers flip for values near 0. For stores of fixed bits.
         max_parts: In how many parts of the examples a stretch of the backward pass runs
             at most, where it can: then residuals, and what is made of them, are there
-            part by part. Each part calls every operation anew. Where calls take long
-            beside the work, as with small batches on a fast GPU, try 1.
+            part by part. Each part calls every operation anew, so that on GPUs there
+            are two at most, of 8 MiB or more. With 1 all examples run at once.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
             The noise also depends on the content of what is rounded, so that a constant
             gives fresh noise in every step and a step can be repeated exactly.

@@ -79,6 +79,13 @@ def test_an_orin_is_warned_of_wheels_without_its_code():
     assert diagnose(USABLE).warnings == ()
 
 
+def test_convolutions_before_hopper_have_a_flag(monkeypatch):
+    orin = dataclasses.replace(USABLE, devices=(ORIN,))
+    assert "--xla_gpu_force_conv_nhwc=true" in diagnose(orin).warnings[1]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_force_conv_nhwc=true")
+    assert len(diagnose(orin).warnings) == 1
+
+
 @pytest.mark.parametrize(
     ("capability", "architectures", "served"),
     [
