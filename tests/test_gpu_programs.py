@@ -16,7 +16,7 @@ from benchmarks.methods import make_method
 from benchmarks.mlp import Workload
 from dafjax import _remat_compress, _rules
 from dafjax._native import _cuda_library, pin, tie
-from dafjax._schedule import stretches
+from dafjax._schedule import apart, backward_pass, division, stretches
 from dafjax._schedule.ties import Ties
 from dafjax.codecs import Affine, Bitmask
 from tests import networks
@@ -213,12 +213,30 @@ def test_two_parts_need_less_than_one():
     assert temp < 0.95 * of_one
 
 
+@pytest.mark.parametrize(
+    ("place", "name", "without"),
+    [
+        # Nobody reads the last token, and XLA drops what it was to wait for.
+        (backward_pass, "_behind", lambda token, gradients: list(gradients)),
+        # Sums are put off that are read later.
+        (apart._Running, "_wait", lambda self: None),
+        # What sums are of is written for other sums.
+        (division, "_MOST_SUMS_APART", 99),
+    ],
+)
+def test_without_one_of_its_orders_more_is_there(place, name, without, monkeypatch):
+    nbytes = gradient_of_convolutions().memory_analysis().temp_size_in_bytes
+    monkeypatch.setattr(place, name, without)
+    changed = gradient_of_convolutions.__wrapped__()
+    assert changed.memory_analysis().temp_size_in_bytes > 1.1 * nbytes
+
+
 def test_what_was_decoded_is_not_written_for_a_second_kernel():
     """Each level of a norm decodes again: else codes are there as 32-bit integers."""
     text = gradient_of_convolutions(max_parts=1).as_text()
     whole = r" = \(?(?:\S+, )*(?:u32|s32|pred)\[64,(?:32,32,64|128,1,16,32)\]"
-    written = [line for line in text[text.index("ENTRY") :].splitlines()]
-    assert not [line for line in written if re.search(whole, line)]
+    lines = text[text.index("ENTRY") :].splitlines()
+    assert [line for line in lines if re.search(whole, line)] == []
 
 
 def step_nbytes(device, *, layouts):
