@@ -116,13 +116,79 @@ class TestGradients:
         assert 2 in as_on_gpu
         assert_close(got, at_once(monkeypatch, networks.mlp_loss, params, x))
 
+    @pytest.fixture
+    def mixed(self, key):
+        """A loss of which each layer's cotangent is read as a whole."""
+        weights = jax.random.normal(key, (3, 512, 512)) / 20
+        mixing = jax.random.normal(key, (64, 64)) / 8
+
+        @jax.custom_vjp
+        def mix(mixing, x):
+            return mixing.T @ x
+
+        # Each row of the result is of a row of `mixing` and of all of the cotangent.
+        mix.defvjp(
+            lambda mixing, x: (mix(mixing, x), mixing),
+            lambda mixing, g: (jnp.zeros_like(mixing), mixing @ g),
+        )
+
+        def loss(weights, mixing, x):
+            for w in weights:
+                x = mix(mixing, jnp.tanh(x @ w))
+            return jnp.mean(x**2)
+
+        return loss, weights, mixing, jnp.ones((64, 512))
+
+    def test_parts_that_would_soon_be_joined_are_not_made(
+        self, mixed, as_on_gpu, joined
+    ):
+        gradient(*mixed)
+        assert set(as_on_gpu) == {1}
+        assert joined == []
+
+    def test_what_is_there_in_parts_can_be_read_as_a_whole(
+        self, mixed, as_on_gpu, joined, monkeypatch
+    ):
+        monkeypatch.setattr(stretches, "_LEAST_RESULTS_OF_JOINED", 0)
+        got = gradient(*mixed)
+        assert 2 in as_on_gpu
+        assert joined
+        assert_close(got, at_once(monkeypatch, *mixed))
+
+    def test_what_is_there_in_one_part_can_be_read_as_a_whole(
+        self, key, as_on_gpu, monkeypatch
+    ):
+        """By a stretch that reads no rows of it."""
+        shapes = [(64, 512), (64, 64), (64, 64)]
+        weights = [jax.random.normal(key, shape) / 8 for shape in shapes]
+        x = jax.random.normal(key, (512, 64))
+
+        def loss(weights, x):
+            gate = jnp.tanh(x @ weights[0]).sum(0)
+            y = jnp.tanh(x @ weights[1]) * gate[:, None]
+            return jnp.mean(jnp.tanh(y @ weights[2]) ** 2)
+
+        got = gradient(loss, weights, x, max_parts=1)
+        assert set(as_on_gpu) == {1}
+        assert_close(got, at_once(monkeypatch, loss, weights, x))
+
+    def test_where_gpus_may_share_rows_there_is_one_part(
+        self, key, as_on_gpu, monkeypatch
+    ):
+        """Else each part's gradients of weights would go round all of them."""
+        monkeypatch.setattr(parts, "_gpus_may_share", lambda: True)
+        gradient(networks.conv_loss, *example(key, 2))
+        assert set(as_on_gpu) == {1}
+
     def test_in_one_part(self, key, as_on_gpu, monkeypatch):
         params, x = example(key)
         got = gradient(networks.conv_loss, params, x, max_parts=1)
         assert set(as_on_gpu) == {1}
         assert_close(got, at_once(monkeypatch, networks.conv_loss, params, x))
 
-    def test_of_bfloat16_are_added_in_32_bits(self, key, as_on_gpu, monkeypatch):
+    def test_of_bfloat16_are_as_near_to_the_exact_ones(
+        self, key, as_on_gpu, monkeypatch
+    ):
         params, x = example(key)
         short = jax.tree.map(lambda x: x.astype("bfloat16"), (params, x))
         got = gradient(networks.conv_loss, *short)
@@ -351,6 +417,16 @@ def test_a_schedule_of_a_plan_with_arrays_can_be_apart(key):
         assert not can_be_apart(pool, plan, scheduled(plan))
 
 
+def test_the_last_token_is_read_by_a_gradient_that_has_elements():
+    token = jnp.zeros((), jnp.uint8)
+    gradients = [jnp.zeros((0, 5)), jnp.ones(3), jnp.ones(7)]
+    behind = backward_pass._behind(token, gradients)
+    changed = [a is not b for a, b in zip(behind, gradients, strict=True)]
+    assert changed == [False, True, False]
+    np.testing.assert_array_equal(behind[1], gradients[1])
+    assert backward_pass._behind(token, gradients[:1])[0] is gradients[0]
+
+
 class TestRows:
     @pytest.mark.parametrize("is_interleaved", [True, False])
     @pytest.mark.parametrize("num_parts", [1, 2, 4])
@@ -379,7 +455,7 @@ class TestValues:
         values = Values()
         rows = Rows(2, is_interleaved=False)
         values.put_parts({3: (jnp.zeros(2), jnp.ones(2))}, rows)
-        assert [x.shape for x in values.parts(3, rows)] == [(2,), (2,)]
+        assert [x.shape for x in values.parts(3, rows, {})] == [(2,), (2,)]
         assert joined == []
         np.testing.assert_array_equal(values[3], [0, 0, 1, 1])
         np.testing.assert_array_equal(values[3], [0, 0, 1, 1])
@@ -387,10 +463,18 @@ class TestValues:
         with pytest.raises(KeyError):
             values[4]
 
+    def test_a_whole_is_read_where_it_is_said(self):
+        values = Values()
+        values[3] = jnp.zeros(4)
+        late = {3: jnp.arange(4.0)}
+        first, second = values.parts(3, Rows(2, is_interleaved=False), late)
+        np.testing.assert_array_equal(first, [0, 1])
+        np.testing.assert_array_equal(second, [2, 3])
+
     def test_others_parts_are_made_of_the_whole(self):
         values = Values()
         values.put_parts({3: (jnp.zeros(2), jnp.ones(2))}, Rows(2, False))
-        even, odd = values.parts(3, Rows(2, is_interleaved=True))
+        even, odd = values.parts(3, Rows(2, is_interleaved=True), values)
         np.testing.assert_array_equal(even, [0, 1])
         np.testing.assert_array_equal(odd, [0, 1])
 

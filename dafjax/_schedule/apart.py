@@ -12,14 +12,13 @@ the first.
 """
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple, final
 
 import jax
 
 from dafjax._native import tie, tie_tree
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.loops import sum_dtype
 from dafjax._schedule.steps import Division, Loop, Unpacking, written
 from dafjax._schedule.values import Values
 from dafjax._trace.by_rows import evaluate_on_rows
@@ -49,7 +48,7 @@ def run_apart(
     packed: Mapping[int, ArrayTree],
     codecs: Mapping[int, AbstractCodec],
     values: Values,
-    env: Mapping[int, Any],
+    env: MutableMapping[int, Any],
     token: Array,
 ) -> Made:
     """Runs one loop of a division, part after part.
@@ -82,10 +81,9 @@ class _Running:
         packed: Mapping[int, ArrayTree],
         codecs: Mapping[int, AbstractCodec],
         values: Values,
-        env: Mapping[int, Any],
+        env: MutableMapping[int, Any],
         token: Array,
     ) -> None:
-        self._avals = plan.program.avals
         self._division = division
         self._loop = loop
         self._packed = packed
@@ -93,7 +91,7 @@ class _Running:
         self._env = env
         self._token = token
         self._likes = division.likes_of_part(plan.kept)
-        self._sources = {v: values.parts(v, division.rows) for v in loop.sources}
+        self._sources = {v: values.parts(v, division.rows, env) for v in loop.sources}
         self._written = written((*loop.by_rows, *loop.sums))
         self._sums: dict[int, Array] = {}
         self._results: dict[int, tuple[Array, ...]] = {v: () for v in loop.results}
@@ -102,7 +100,7 @@ class _Running:
         """Runs a part, behind those before it."""
         division = self._division
         part: dict[int, Any] = {v: xs[number] for v, xs in self._sources.items()}
-        at_hand = collections.ChainMap(part, dict(self._env))
+        at_hand = collections.ChainMap(part, self._env)
         for piece in (*self._loop.by_rows, *self._loop.sums):
             if isinstance(piece, Unpacking):
                 self._unpack(piece, part, number)
@@ -113,18 +111,15 @@ class _Running:
             )
             part.update(zip(piece.outputs, outputs, strict=True))
         for value in (v for eqn in self._loop.sums for v in eqn.outputs):
-            x = part[value]
-            if division.num_parts > 1:
-                x = x.astype(sum_dtype(x.dtype))
-            self._sums[value] = self._sums[value] + x if number else x
+            known = self._sums.get(value)
+            self._sums[value] = part[value] if known is None else known + part[value]
         for value, parts in self._results.items():
             self._results[value] = (*parts, part[value])
         self._wait()
 
     def finish(self) -> Made:
         """Returns what was made."""
-        sums = {v: x.astype(self._avals[v].dtype) for v, x in self._sums.items()}
-        return Made(sums, self._results, self._token)
+        return Made(self._sums, self._results, self._token)
 
     def _wait(self) -> None:
         """Makes what follows wait for the parts that ran.
@@ -143,18 +138,19 @@ class _Running:
     def _unpack(self, item: Unpacking, part: dict[int, Any], number: int) -> None:
         value = item.value
         codec = self._codecs[value]
-        like = self._likes[value]
-        rows = self._division.rows
-        packed = self._packed[value]
-        if codec.decodes_fused and value not in self._written:
-            # As a whole they are in memory; a part would be copied for the tie.
-            packed, self._token = tie_tree(packed, self._token)
-            codes = jax.tree.map(lambda x: rows.split(x)[number], packed)
-            part[value] = codec.decode_fused(codes, like)
-            return
-        packed = jax.tree.map(lambda x: rows.split(x)[number], packed)
+        fused = codec.decodes_fused and value not in self._written
         waiting = [v for v in item.behind if v in part]
         if waiting:
-            *tied, self._token = tie(*(part[v] for v in waiting), self._token)
+            arrays = [part[v] for v in waiting]
+            *tied, self._token = tie(*arrays, self._token, only_on_cpus=fused)
             part.update(zip(waiting, tied, strict=True))
-        part[value] = codec.decode(packed, like, after=(self._token,))
+        packed = self._packed[value]
+        if fused:
+            # As a whole they are in memory; a part would be copied for the tie.
+            packed, self._token = tie_tree(packed, self._token)
+        codes = jax.tree.map(lambda x: self._division.rows.split(x)[number], packed)
+        like = self._likes[value]
+        if fused:
+            part[value] = codec.decode_fused(codes, like)
+        else:
+            part[value] = codec.decode(codes, like, after=(self._token,))

@@ -2,7 +2,13 @@
 
 import collections
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import (
+    Container,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, final
 
 import jax
@@ -116,7 +122,8 @@ class _RunningBackward:
         )
         division = stretch[0].division
         if division is not None:
-            self._take(division)
+            if not division.is_apart:
+                self._take(division)
             at_hand = self._at_hand(v for step in stretch for v in step.delayed)
             run_loop = self._run_apart if division.is_apart else self._run_loop
             for loop in division.loops:
@@ -173,7 +180,7 @@ class _RunningBackward:
         self._token = values[behind]
         self._env.update(zip(settled, values[behind + 1 :], strict=True))
 
-    def _at_hand(self, delayed: Iterable[int]) -> Mapping[int, Any]:
+    def _at_hand(self, delayed: Iterable[int]) -> MutableMapping[int, Any]:
         """Returns what can be read, some arguments no earlier than now."""
         if not self._ties.arguments:
             return self._env
@@ -238,7 +245,7 @@ class _RunningBackward:
         self._learn(self._pinned(made))
 
     def _run_apart(
-        self, division: Division, loop: Loop, at_hand: Mapping[int, Any]
+        self, division: Division, loop: Loop, at_hand: MutableMapping[int, Any]
     ) -> None:
         with jax.named_scope("in_parts"):
             made = run_apart(
@@ -253,7 +260,10 @@ class _RunningBackward:
             )
         self._token = made.token
         self._learn(self._pinned(made.sums))
-        self._env.put_parts(made.results, division.rows)
+        if division.stays_in_parts:
+            self._env.put_parts(made.results, division.rows)
+        else:
+            self._learn({v: x for v, (x,) in made.results.items()})
 
     def _unpack(self, item: Unpacking) -> None:
         codec = self._codecs[item.value]
@@ -302,7 +312,8 @@ def _tied_values(step: Step, ties: Ties, awaited: Container[int]) -> tuple[int, 
 def _behind(token: jax.Array, gradients: Sequence[Any]) -> list[Any]:
     """Makes a gradient depend on the last token: XLA drops what nobody reads."""
     behind = list(gradients)
-    waiting = [n for n, x in enumerate(behind) if _is_number(x)]
+    # Nor does it keep what has no elements.
+    waiting = [n for n, x in enumerate(behind) if _is_number(x) and x.size > 0]
     if waiting:
         least = min(waiting, key=lambda n: behind[n].size)
         behind[least] = not_before(token, behind[least])

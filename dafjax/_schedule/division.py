@@ -97,11 +97,6 @@ def _nbytes(program: Program, values: Iterable[int]) -> int:
     return sum(map(program.nbytes, values))
 
 
-# XLA:GPU takes two sums in one kernel. Of others it would write what they are of, for
-# another kernel; to decode again moves fewer bytes.
-_MOST_SUMS_APART = 2
-
-
 @final
 class _Levels:
     """Finds how many sums, one after another, have to be there before each value.
@@ -156,25 +151,19 @@ class _Levels:
             made = tuple(v for v in wanted if self._level_of_parts[v] == level)
             if not are_apart:
                 made = wanted if level == last else ()
-            before = tuple(piece for at, piece in self._others if at == level)
-            sums = tuple(eqn for at, eqn in self._sums if at == level)
-            count = _MOST_SUMS_APART if are_apart else max(1, len(sums))
-            for start in range(0, max(1, len(sums)), count):
-                some = sums[start : start + count]
-                loops.append(self._loop(before, made, some, later, there))
-                there.update(made)
-                before, made = (), ()
+            loops.append(self._loop(level, made, later, there))
+            there.update(made)
         rest = tuple(piece for level, piece in self._others if level > last)
         return tuple(loops), rest
 
     def _loop(
         self,
-        before: tuple[Unpacking | Equation, ...],
+        level: int,
         results: tuple[int, ...],
-        sums: tuple[Equation, ...],
         later: Collection[int],
         there: Collection[int],
     ) -> Loop:
+        sums = tuple(eqn for at, eqn in self._sums if at == level)
         needed = set(results).union(*(eqn.input_values for eqn in sums))
         by_rows: list[Unpacking | Equation] = []
         for piece in reversed(self._by_rows):
@@ -187,7 +176,7 @@ class _Levels:
         outside = (self._sources[eqn] for eqn in equations)
         sources = sorted(read.intersection(there).union(*outside))
         return Loop(
-            before=before,
+            before=tuple(piece for at, piece in self._others if at == level),
             by_rows=tuple(by_rows),
             sources=tuple(sources),
             sums=sums,

@@ -101,7 +101,7 @@ class _RunningLoop:
         avals, count = self._avals, self._rows.num_parts
         return Carry(
             {
-                v: self._zeros(avals[v].shape, sum_dtype(avals[v].dtype))
+                v: self._zeros(avals[v].shape, _sum_dtype(avals[v].dtype))
                 for eqn in self._loop.sums
                 for v in eqn.outputs
             },
@@ -199,7 +199,7 @@ class _RunningLoop:
         return self._rows.divide(self._zeros(aval.shape, aval.dtype))
 
 
-def sum_dtype(dtype: Any) -> Any:
+def _sum_dtype(dtype: Any) -> Any:
     """Returns in what dtype parts of a sum are added."""
     is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if is_short else dtype

@@ -64,7 +64,8 @@ class Parts:
             return Rows(1, is_interleaved=False)
         largest = max((self.likes[v] for v in values), key=_nbytes)
         if _nbytes(largest) >= _LEAST_SHARE * self._largest_nbytes:
-            is_interleaved = all(
+            # Apart, parts are of arrays that devices do not share.
+            is_interleaved = not self.are_apart and all(
                 self.codecs[v].packs_rows(self.likes[v]) for v in values
             )
             for count in _counts(largest, self.most, are_apart=self.are_apart):
@@ -110,9 +111,16 @@ def are_shared_by_type(avals: Iterable[Any]) -> bool:
 def _counts(like: Like, most: int, *, are_apart: bool) -> Iterator[int]:
     """Yields into how many parts an array can be divided, the most first."""
     least = _LEAST_NBYTES_APART if are_apart else _LEAST_NBYTES_OF_PART
-    for count in range(min(most, _MOST_APART) if are_apart else most, 1, -1):
+    if are_apart:
+        # Where GPUs share rows, each part's sums would go round all of them.
+        most = 1 if _gpus_may_share() else min(most, _MOST_APART)
+    for count in range(most, 1, -1):
         if _can_have_parts(like, count, least):
             yield count
+
+
+def _gpus_may_share() -> bool:
+    return jax.default_backend() == "gpu" and jax.device_count() > 1
 
 
 def _can_have_parts(like: Like, count: int, least_nbytes: int) -> bool:

@@ -47,7 +47,6 @@ array at the peak:
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Container, Iterable, Sequence
 
@@ -56,7 +55,11 @@ from dafjax._schedule.gradients import behind_last_reads
 from dafjax._schedule.parts import Parts
 from dafjax._schedule.product_order import order_products
 from dafjax._schedule.steps import Step, Unpacking
-from dafjax._schedule.stretches import products_in_parts, with_divisions
+from dafjax._schedule.stretches import (
+    products_in_parts,
+    with_divisions,
+    with_lasting_parts,
+)
 from dafjax._trace.equation import Atom, Equation, values_of
 from dafjax._trace.primitives import is_cheap, rearranges_operands
 from dafjax._trace.residuals import Program
@@ -65,6 +68,9 @@ from dafjax._trace.residuals import Program
 # A stretch that begins early keeps equations out of the one before, where they would be
 # done by then.
 _FAR_LESS = 1.5
+
+# A sum is less than its terms, by so much.
+_TERMS_OF_SUM = 2
 
 
 def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
@@ -79,13 +85,20 @@ def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
     """
     program = dataclasses.replace(plan.program, backward=order_products(plan))
     plan = dataclasses.replace(plan, program=program)
-    build = functools.partial(_build, plan, begins_early=parts.are_apart)
-    steps = build(products_in_parts(plan, build(), parts))
+    if parts.are_apart:
+        steps = behind_last_reads(program, _build(plan, begins_early=True))
+        in_parts = with_lasting_parts(plan, steps, parts)
+        if in_parts is not None:
+            return in_parts
+        parts = dataclasses.replace(parts, most=1)
+        steps = _build(plan)
+    else:
+        steps = _build(plan, products_in_parts(plan, _build(plan), parts))
     return with_divisions(plan, behind_last_reads(program, steps), parts)
 
 
 def _build(
-    plan: ProgramPlan, inside: Container[int] = (), *, begins_early: bool
+    plan: ProgramPlan, inside: Container[int] = (), *, begins_early: bool = False
 ) -> tuple[Step, ...]:
     program = plan.program
     builder = _Builder(plan, inside, begins_early)
@@ -101,8 +114,7 @@ class _Builder:
     Args:
         plan: What is kept.
         inside: Expensive equations before which no stretch begins.
-        begins_early: Whether a stretch begins right behind an expensive equation, if
-            something is unpacked before the next one.
+        begins_early: Whether a stretch begins before a sum, rather than behind it.
     """
 
     def __init__(
@@ -223,9 +235,9 @@ class _Builder:
 
         Before the equation that reads it, or before one of the cheap ones in front of
         it, if far less goes through the tie there: a cotangent need not wait beside
-        what was made of it. Where parts stay apart it is before the first cheap one,
-        so that a sum of cotangents and what is made of it are one kernel. None if
-        nothing is unpacked before the next expensive one.
+        what was made of it. Where parts stay apart it is before a sum of cotangents,
+        so that the sum and what is made of it are one kernel. None if nothing is
+        unpacked before the next expensive one.
         """
         backward = self._program.backward
         fresh = {v for v in self._fresh if self._program.is_large(v)}
@@ -240,9 +252,10 @@ class _Builder:
             read = values_of(results) if eqn is None else eqn.input_values
             missing = self._missing(v for v in read if v in self._residuals)
             if not self._compressed.isdisjoint(missing):
-                if self._begins_early:
-                    return now
                 least = min(nbytes)
+                if self._begins_early:
+                    few = (n <= _TERMS_OF_SUM * least for n in nbytes)
+                    return now + list(few).index(True)
                 far_less = _FAR_LESS * least < nbytes[-1]
                 return now + nbytes.index(least) if far_less else place
             if eqn is not None:

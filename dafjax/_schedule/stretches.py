@@ -7,7 +7,7 @@ from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.division import divide, read_in
 from dafjax._schedule.parts import Parts
 from dafjax._schedule.rows import Rows
-from dafjax._schedule.steps import Step
+from dafjax._schedule.steps import Division, Step
 from dafjax._trace.equation import values_of
 from dafjax._trace.primitives import is_cheap
 
@@ -28,8 +28,7 @@ def products_in_parts(
     """Returns the products that are better part of the stretch in front of them.
 
     Where the gradient of a weight is summed in parts, so can the cotangent be made that
-    goes on, in the place of the one that both are made of. (Where parts stay apart it
-    is made of them anyway.)
+    goes on, in the place of the one that both are made of.
 
     Args:
         plan: What is kept.
@@ -39,8 +38,6 @@ def products_in_parts(
     Returns:
         The numbers of their steps.
     """
-    if parts.are_apart:
-        return frozenset()
     stretches = stretches_of(steps)
     laters = _read_later(plan, stretches)
     found = set()
@@ -72,19 +69,74 @@ def with_divisions(
         parts: In which parts residuals can be unpacked.
     """
     stretches = stretches_of(steps)
-    divided: list[Step] = []
+    divisions, _ = _divisions(plan, stretches, parts)
+    return _divided(stretches, divisions)
+
+
+def with_lasting_parts(
+    plan: ProgramPlan, steps: Sequence[Step], parts: Parts
+) -> tuple[Step, ...] | None:
+    """Returns the steps with divisions whose results stay in parts.
+
+    `None` if there are none, or most are soon joined: then there are the parts and the
+    whole, and nothing is saved.
+
+    Args:
+        plan: What is kept.
+        steps: Those of the backward pass.
+        parts: In which parts residuals can be unpacked, apart.
+    """
+    stretches = stretches_of(steps)
+    divisions, joined = _divisions(plan, stretches, parts)
+    results, wholes = (
+        sum(map(plan.program.nbytes, values))
+        for values in (results_in_parts(divisions), joined)
+    )
+    if results <= _LEAST_RESULTS_OF_JOINED * wholes:
+        return None
+    return _divided(stretches, divisions)
+
+
+# So many times the bytes that are joined are there in parts alone.
+_LEAST_RESULTS_OF_JOINED = 4
+
+
+def results_in_parts(divisions: Iterable[Division | None]) -> dict[int, Rows]:
+    """Returns what is there in parts behind stretches that run so, and in which."""
+    return {
+        value: division.rows
+        for division in divisions
+        if division is not None and division.stays_in_parts
+        for loop in division.loops
+        for value in loop.results
+    }
+
+
+def _divisions(
+    plan: ProgramPlan, stretches: Sequence[Sequence[Step]], parts: Parts
+) -> tuple[list[Division | None], list[int]]:
+    """Returns how each stretch runs in parts, and which of their results are joined."""
+    divisions: list[Division | None] = []
+    joined: list[int] = []
     in_parts: dict[int, Rows] = {}
     for stretch, later in zip(stretches, _read_later(plan, stretches), strict=True):
-        first, *others = stretch
         division = divide(plan, stretch, later, parts, in_parts)
+        divisions.append(division)
+        if division is None or not division.stays_in_parts:
+            # They are joined where they are read as a whole.
+            joined += sorted(in_parts.keys() & read_in(stretch))
+            in_parts = {v: rows for v, rows in in_parts.items() if v not in joined}
+        in_parts.update(results_in_parts([division]))
+    joined += sorted(in_parts.keys() & values_of(plan.program.gradients))
+    return divisions, joined
+
+
+def _divided(
+    stretches: Sequence[Sequence[Step]], divisions: Iterable[Division | None]
+) -> tuple[Step, ...]:
+    divided: list[Step] = []
+    for (first, *others), division in zip(stretches, divisions, strict=True):
         divided += [dataclasses.replace(first, division=division), *others]
-        if division is not None and division.stays_in_parts:
-            made = (v for loop in division.loops for v in loop.results)
-            in_parts.update(dict.fromkeys(made, division.rows))
-        else:
-            # It is joined where it is read as a whole.
-            read = read_in(stretch)
-            in_parts = {v: rows for v, rows in in_parts.items() if v not in read}
     return tuple(divided)
 
 

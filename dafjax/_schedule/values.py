@@ -37,10 +37,18 @@ class Values(dict[int, Any]):
             self.pop(value, None)
             self._in_parts[value] = rows, parts
 
-    def parts(self, value: int, rows: Rows) -> tuple[Array, ...]:
-        """Returns the parts of a value."""
+    def parts(
+        self, value: int, rows: Rows, wholes: Mapping[int, Any]
+    ) -> tuple[Array, ...]:
+        """Returns the parts of a value.
+
+        Args:
+            value: The value.
+            rows: Which parts.
+            wholes: Where it is read if these are not there.
+        """
         known, parts = self._in_parts.get(value, (None, ()))
-        return parts if known == rows else rows.split(self[value])
+        return parts if known == rows else rows.split(wholes[value])
 
     def arrays(self, values: Iterable[int]) -> list[tuple[Any, ...]]:
         """Returns of each value what there is: the whole, or all of its parts."""
