@@ -90,7 +90,7 @@ def with_lasting_parts(
     divisions, joined = _divisions(plan, stretches, parts)
     results, wholes = (
         sum(map(plan.program.nbytes, values))
-        for values in (results_in_parts(divisions), joined)
+        for values in (_results_in_parts(divisions), joined)
     )
     if results <= _LEAST_RESULTS_OF_JOINED * wholes:
         return None
@@ -101,7 +101,7 @@ def with_lasting_parts(
 _LEAST_RESULTS_OF_JOINED = 4
 
 
-def results_in_parts(divisions: Iterable[Division | None]) -> dict[int, Rows]:
+def _results_in_parts(divisions: Iterable[Division | None]) -> dict[int, Rows]:
     """Returns what is there in parts behind stretches that run so, and in which."""
     return {
         value: division.rows
@@ -126,7 +126,7 @@ def _divisions(
             # They are joined where they are read as a whole.
             joined += sorted(in_parts.keys() & read_in(stretch))
             in_parts = {v: rows for v, rows in in_parts.items() if v not in joined}
-        in_parts.update(results_in_parts([division]))
+        in_parts.update(_results_in_parts([division]))
     joined += sorted(in_parts.keys() & values_of(plan.program.gradients))
     return divisions, joined
 
