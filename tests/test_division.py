@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
 import dafjax
 from dafjax._bits import Bits
@@ -468,7 +467,7 @@ class TestGradients:
         got = gradient(networks.conv_loss, params, x)
         assert set(counts) == {8}
         whole(monkeypatch)
-        assert_close(got, gradient(networks.conv_loss, params, x), 2e-5)
+        assert_close(got, gradient(networks.conv_loss, params, x), 1e-5)
 
     def test_at_once_where_that_is_asked_for(self, key, monkeypatch):
         params = networks.conv_params(key, 3, 32)
@@ -509,17 +508,8 @@ class TestGradients:
         w = jax.random.normal(key, (32, 32)) / 6
         x = jax.random.normal(key, (16, 64, 32))
 
-        def loss(w, x):
-            for _ in range(2):
-                y = checkpoint_name(jnp.tanh(x) @ w, "y")
-                mean = y.mean((0, 1))
-                variance = jnp.square(y - mean).mean((0, 1))
-                normed = (y - mean) * jax.lax.rsqrt(variance + 1e-3)
-                x = jax.nn.relu(normed) * jnp.tanh(jnp.sin(w[0])) + x
-            return jnp.mean(jnp.square(x))
-
         def gradient():
-            wrapped = dafjax.remat_compress(loss, **options)
+            wrapped = dafjax.remat_compress(networks.named_loss, **options)
             return jax.jit(jax.grad(wrapped))(w, x)
 
         counts = counted(monkeypatch)

@@ -11,7 +11,6 @@ kernels that read values: else XLA:GPU would write for the second what it decode
 the first.
 """
 
-import collections
 from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple, final
 
@@ -19,10 +18,9 @@ import jax
 
 from dafjax._native import tie, tie_tree
 from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.one_part import run_pieces, tie_waiting
 from dafjax._schedule.steps import Division, Loop, Unpacking, written
 from dafjax._schedule.values import Values
-from dafjax._trace.by_rows import evaluate_on_rows
-from dafjax._trace.equation import look_up
 from dafjax._typing import Array, ArrayTree
 from dafjax.codecs import AbstractCodec
 
@@ -98,18 +96,14 @@ class _Running:
 
     def run_part(self, number: int) -> None:
         """Runs a part, behind those before it."""
-        division = self._division
         part: dict[int, Any] = {v: xs[number] for v, xs in self._sources.items()}
-        at_hand = collections.ChainMap(part, self._env)
-        for piece in (*self._loop.by_rows, *self._loop.sums):
-            if isinstance(piece, Unpacking):
-                self._unpack(piece, part, number)
-                continue
-            operands = look_up(piece.inputs, at_hand)
-            outputs = evaluate_on_rows(
-                piece, operands, division.num_rows, division.num_rows_of_part
-            )
-            part.update(zip(piece.outputs, outputs, strict=True))
+        run_pieces(
+            self._division,
+            self._loop,
+            part,
+            self._env,
+            lambda item: self._unpack(item, part, number),
+        )
         for value in (v for eqn in self._loop.sums for v in eqn.outputs):
             known = self._sums.get(value)
             self._sums[value] = part[value] if known is None else known + part[value]
@@ -139,11 +133,7 @@ class _Running:
         value = item.value
         codec = self._codecs[value]
         fused = codec.decodes_fused and value not in self._written
-        waiting = [v for v in item.behind if v in part]
-        if waiting:
-            arrays = [part[v] for v in waiting]
-            *tied, self._token = tie(*arrays, self._token, only_on_cpus=fused)
-            part.update(zip(waiting, tied, strict=True))
+        self._token = tie_waiting(item, part, self._token, fused=fused)
         packed = self._packed[value]
         if fused:
             # As a whole they are in memory; a part would be copied for the tie.

@@ -222,7 +222,7 @@ class _RunningBackward:
                 self._compute(piece, at_hand)
 
     def _run_loop(
-        self, division: Division, loop: Loop, at_hand: Mapping[int, Any]
+        self, division: Division, loop: Loop, at_hand: MutableMapping[int, Any]
     ) -> None:
         packed = {v: self._packed(v) for v in loop.unpacked}
         sampled = () if self._probe is None else self._probe.wanted(loop.made)

@@ -1,7 +1,6 @@
 """Runs a stretch of the backward pass, or a part of it, in parts of its rows."""
 
-import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple, final
 
 import jax
@@ -11,9 +10,8 @@ from jax import lax
 from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.importance import moments_of_part
+from dafjax._schedule.one_part import run_pieces, tie_waiting
 from dafjax._schedule.steps import Division, Loop, Unpacking, written
-from dafjax._trace.by_rows import evaluate_on_rows
-from dafjax._trace.equation import look_up
 from dafjax._typing import Array, ArrayTree
 from dafjax.codecs import AbstractCodec
 
@@ -39,7 +37,7 @@ def run_loop(
     loop: Loop,
     packed: Mapping[int, ArrayTree],
     codecs: Mapping[int, AbstractCodec],
-    env: Mapping[int, Any],
+    env: MutableMapping[int, Any],
     token: Array,
     sampled: Iterable[int],
 ) -> tuple[dict[int, Array], dict[int, Array]]:
@@ -76,7 +74,7 @@ class _RunningLoop:
         loop: Loop,
         packed: Mapping[int, ArrayTree],
         codecs: Mapping[int, AbstractCodec],
-        env: Mapping[int, Any],
+        env: MutableMapping[int, Any],
         token: Array,
     ) -> None:
         self._avals = plan.program.avals
@@ -154,17 +152,12 @@ class _RunningLoop:
         self, part: dict[int, Any], after: Array, number: Array
     ) -> dict[int, Any]:
         """Returns all that is made of a part, and it."""
-        division = self._division
-        at_hand = collections.ChainMap(part, dict(self._env))
-        for piece in (*self._loop.by_rows, *self._loop.sums):
-            if isinstance(piece, Unpacking):
-                after = self._unpack(piece, part, after, number)
-                continue
-            operands = look_up(piece.inputs, at_hand)
-            outputs = evaluate_on_rows(
-                piece, operands, division.num_rows, division.num_rows_of_part
-            )
-            part.update(zip(piece.outputs, outputs, strict=True))
+
+        def unpack(item: Unpacking) -> None:
+            nonlocal after
+            after = self._unpack(item, part, after, number)
+
+        run_pieces(self._division, self._loop, part, self._env, unpack)
         return part
 
     def _unpack(
@@ -173,12 +166,7 @@ class _RunningLoop:
         value = item.value
         codec = self._codecs[value]
         fused = codec.decodes_fused and value not in self._written
-        # Not what the loop leaves out, and what is there as a whole.
-        waiting = [v for v in item.behind if v in part]
-        if waiting:
-            arrays = [part[v] for v in waiting]
-            *tied, after = tie(*arrays, after, only_on_cpus=fused)
-            part.update(zip(waiting, tied, strict=True))
+        after = tie_waiting(item, part, after, fused=fused)
         # What waits is the number, so that XLA can take a part of the codes in the
         # kernel that decodes it.
         number, after = tie(number, after)
