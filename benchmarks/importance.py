@@ -27,12 +27,8 @@ from benchmarks.transformers import Shape
 from dafjax import Bits
 from dafjax._plan.plan import Kept, ProgramPlan
 from dafjax._plan.planner import make_plan
-from dafjax._schedule.importance import (
-    Moments,
-    importances,
-    sample_moments,
-    values_to_sample,
-)
+from dafjax._schedule.importance import importances, values_to_sample
+from dafjax._schedule.moments import Moments, sample_moments
 from dafjax._trace.equation import Constant, evaluate
 from dafjax._trace.residuals import differentiate
 from dafjax._trace.tracing import trace

@@ -320,12 +320,6 @@ class TestWhereItRuns:
             gradient(networks.conv_loss, params, x, store=pool)
         assert as_on_gpu == []
 
-    def test_importances_are_measured_in_loops(self, key, as_on_gpu):
-        params, x = example(key)
-        loss = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
-        dafjax.adaptive_jit(jax.grad(loss))(params, x)
-        assert as_on_gpu == []
-
     def test_where_types_say_how_devices_share_arrays_it_does_not(self, key, as_on_gpu):
         mesh = jax.make_mesh((2,), ("data",))
         rows = jax.sharding.PartitionSpec("data")
@@ -336,6 +330,57 @@ class TestWhereItRuns:
         assert as_on_gpu == []
         gradient(networks.mlp_loss, params, x)
         assert as_on_gpu
+
+
+class TestMeasuredBits:
+    """Of `adaptive_jit`, whose backward passes sample what they compute."""
+
+    @staticmethod
+    def step(**options):
+        loss = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
+        return dafjax.adaptive_jit(jax.grad(loss), **options)
+
+    def importances(self, params, x):
+        step = self.step(most_compiles=1)
+        jax.block_until_ready(step(params, x))
+        (program,) = step._programs.values()
+        taken = program.ledger.take()
+        by_name = sorted(program.facts, key=lambda site: program.facts[site].name)
+        importances = [taken["importances"][site] for site in by_name]
+        return np.array([*importances, taken["gradient_energy"]])
+
+    @pytest.mark.parametrize("most", [1, 2])
+    def test_importances_are_those_in_loops(self, key, as_on_gpu, monkeypatch, most):
+        monkeypatch.setattr(parts, "_MOST_APART", most)
+        params, x = example(key)
+        # Of which parts are not alike.
+        x = jnp.where(jnp.arange(32)[:, None, None, None] < 16, x, x / 8)
+        got = self.importances(params, x)
+        assert set(as_on_gpu) == {most}
+        with monkeypatch.context() as patch:
+            patch.setattr(_rules, "installed_plugins", tuple)
+            expected = self.importances(params, x)
+        assert (got > 0).all()
+        np.testing.assert_allclose(got, expected, rtol=0.02)
+
+    def test_gradients_are_those_of_the_whole(self, key, as_on_gpu, monkeypatch):
+        params, x = example(key)
+        got = self.step()(params, x)
+        assert as_on_gpu
+        with monkeypatch.context() as patch:
+            patch.setattr(_rules, "installed_plugins", tuple)
+            patch.setattr(stretches, "divide", lambda *arguments: None)
+            expected = self.step()(params, x)
+        assert_close(got, expected)
+
+    def test_residuals_count_once_where_there_is_a_plugin(self, key, monkeypatch):
+        arguments = example(key)
+        steps = [self.step(), self.step()]
+        steps[0](*arguments)
+        monkeypatch.setattr(_rules, "installed_plugins", lambda: ("plugin",))
+        steps[1](*arguments)
+        assert steps[1].nbytes == steps[0].nbytes
+        assert list(steps[1].bits.values()) == list(steps[0].bits.values())
 
 
 def plan_of_convolutions(key):

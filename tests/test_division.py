@@ -11,8 +11,8 @@ import dafjax
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
 from dafjax._schedule import backward_pass, division, parts, stretches
-from dafjax._schedule.importance import moments_of_part, moments_of_parts
 from dafjax._schedule.loops import run_loop
+from dafjax._schedule.moments import moments_of_rows, sample_rows
 from dafjax._schedule.steps import Unpacking
 from dafjax._schedule.stretches import stretches_of
 from dafjax._trace.by_rows import evaluate_on_rows, rows_read, rows_summed
@@ -673,8 +673,8 @@ class TestInAPagePool:
 
 def test_moments_of_parts_are_those_of_the_whole(key):
     x = 3.0 + jax.random.normal(key, (8, 16, 16)) * jnp.arange(8.0)[:, None, None]
-    of_parts = jnp.stack([moments_of_part(x[n : n + 2], 4) for n in range(0, 8, 2)])
-    got = moments_of_parts(of_parts)
+    parts = [sample_rows(x[n : n + 2], 4) for n in range(0, 8, 2)]
+    (got,) = moments_of_rows([parts])
     assert float(got.mean_square) == pytest.approx(float(jnp.mean(x * x)), rel=1e-5)
     assert float(got.variance) == pytest.approx(float(jnp.var(x)), rel=1e-5)
 

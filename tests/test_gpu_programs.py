@@ -287,6 +287,29 @@ def test_what_is_pinned_is_rearranged_behind_a_call():
     assert custom_calls(jax.jit(function).lower(x).compile()) == {"dafjax_tie"}
 
 
+def test_measured_bits_add_little_to_a_program(monkeypatch):
+    """What they are measured by, that is: a kernel or two for each value sampled."""
+    # A callback is compiled only where the device is.
+    monkeypatch.setattr(
+        jax, "pure_callback", lambda _, like, x: jnp.sum(x).astype(like.dtype)
+    )
+    params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 3, 64))
+    x = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.float32)
+    loss = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
+    placed = training.place((params, x), one_device(GPUS[HERE]))
+    measured = dafjax.adaptive_jit(jax.grad(loss)).lower(*placed).compile()
+    fixed = gradient_of_convolutions()
+    assert loops_of(measured) == []
+    temp, of_fixed = (
+        program.memory_analysis().temp_size_in_bytes for program in (measured, fixed)
+    )
+    assert temp < 1.1 * of_fixed
+    kernels, of_fixed = (
+        work_of(program.as_text()).kernels for program in (measured, fixed)
+    )
+    assert kernels < 2.5 * of_fixed
+
+
 @pytest.mark.parametrize("device", GPUS)
 def test_a_resnet_needs_a_quarter(device):
     nbytes = {}

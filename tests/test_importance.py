@@ -10,7 +10,7 @@ import pytest
 from benchmarks import importance
 from benchmarks.importance import Gradient
 from dafjax._sampling import sample_elements
-from dafjax._schedule.importance import sample_moments
+from dafjax._schedule.moments import sample_moments
 from dafjax._trace.equation import Equation
 from tests.helpers import slow
 
@@ -159,3 +159,8 @@ def test_of_small_arrays_all_elements_count():
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 3)])
 def test_of_arrays_without_elements_there_are_no_samples(shape):
     assert sample_elements(jnp.zeros(shape), 8).size == 0
+
+
+def test_large_values_do_not_cancel_in_their_variance(key):
+    x = 1e4 + jax.random.normal(key, (64, 4096))
+    assert float(sample_moments(x).variance) == pytest.approx(1, rel=0.05)

@@ -11,13 +11,14 @@ kernels that read values: else XLA:GPU would write for the second what it decode
 the first.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
 
-from dafjax._native import tie, tie_tree
+from dafjax._native import tie_tree
 from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.moments import RowMeans, sample_rows
 from dafjax._schedule.one_part import run_pieces, tie_waiting
 from dafjax._schedule.steps import Division, Loop, Unpacking, written
 from dafjax._schedule.values import Values
@@ -31,11 +32,13 @@ class Made(NamedTuple):
     Attributes:
         sums: The sums over rows.
         results: The parts of each result.
+        samples: What `sample_rows` returned for the parts of each value.
         token: What tells that they are there.
     """
 
     sums: dict[int, Array]
     results: dict[int, tuple[Array, ...]]
+    samples: dict[int, tuple[RowMeans, ...]]
     token: Array
 
 
@@ -48,6 +51,7 @@ def run_apart(
     values: Values,
     env: MutableMapping[int, Any],
     token: Array,
+    sampled: Sequence[int],
 ) -> Made:
     """Runs one loop of a division, part after part.
 
@@ -60,8 +64,11 @@ def run_apart(
         values: What is there of its sources, whole or in parts.
         env: What is at hand: everything else that is read.
         token: What it waits for, a scalar that is 0.
+        sampled: Values that are made in it by rows.
     """
-    running = _Running(plan, division, loop, packed, codecs, values, env, token)
+    running = _Running(
+        plan, division, loop, packed, codecs, values, env, token, sampled
+    )
     for number in range(division.num_parts):
         running.run_part(number)
     return running.finish()
@@ -81,6 +88,7 @@ class _Running:
         values: Values,
         env: MutableMapping[int, Any],
         token: Array,
+        sampled: Sequence[int],
     ) -> None:
         self._division = division
         self._loop = loop
@@ -93,6 +101,7 @@ class _Running:
         self._written = written((*loop.by_rows, *loop.sums))
         self._sums: dict[int, Array] = {}
         self._results: dict[int, tuple[Array, ...]] = {v: () for v in loop.results}
+        self._samples: dict[int, tuple[RowMeans, ...]] = {v: () for v in sampled}
 
     def run_part(self, number: int) -> None:
         """Runs a part, behind those before it."""
@@ -107,27 +116,30 @@ class _Running:
         for value in (v for eqn in self._loop.sums for v in eqn.outputs):
             known = self._sums.get(value)
             self._sums[value] = part[value] if known is None else known + part[value]
-        for value, parts in self._results.items():
-            self._results[value] = (*parts, part[value])
-        self._wait()
+        last = {v: part[v] for v in self._results}
+        count = self._division.num_parts
+        self._wait(last, {v: sample_rows(part[v], count) for v in self._samples})
 
     def finish(self) -> Made:
         """Returns what was made."""
-        return Made(self._sums, self._results, self._token)
+        return Made(self._sums, self._results, self._samples, self._token)
 
-    def _wait(self) -> None:
+    def _wait(self, last: dict[int, Array], samples: dict[int, RowMeans]) -> None:
         """Makes what follows wait for the parts that ran.
 
         Else XLA:GPU puts sums off that are read later, to take them in another kernel,
         and writes for that what they are of.
+
+        Args:
+            last: What the last of them gives of each result.
+            samples: Its samples.
         """
-        last = [parts[-1] for parts in self._results.values()]
-        tied = tie(*self._sums.values(), *last, self._token)
-        self._sums = dict(zip(self._sums, tied, strict=False))
-        new = tied[len(self._sums) :]
-        for (value, parts), x in zip(list(self._results.items()), new, strict=False):
-            self._results[value] = (*parts[:-1], x)
-        self._token = tied[-1]
+        made, self._token = tie_tree((self._sums, last, samples), self._token)
+        self._sums, last, samples = made
+        for value, x in last.items():
+            self._results[value] += (x,)
+        for value, sample in samples.items():
+            self._samples[value] += (sample,)
 
     def _unpack(self, item: Unpacking, part: dict[int, Any], number: int) -> None:
         value = item.value

@@ -19,6 +19,7 @@ from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.apart import run_apart
 from dafjax._schedule.importance import Probe
 from dafjax._schedule.loops import run_loop
+from dafjax._schedule.moments import RowMeans
 from dafjax._schedule.not_before import can_be_tied, not_before
 from dafjax._schedule.steps import Division, Loop, Step, Unpacking, written
 from dafjax._schedule.stored import MeasuredHandle, codecs_in
@@ -137,10 +138,8 @@ class _RunningBackward:
     def finish(self) -> list[Any]:
         """Returns the gradients."""
         gradients = look_up(self._plan.program.gradients, self._env)
-        if self._is_apart:
-            return _behind(self._token, gradients)
         if self._probe is None:
-            return gradients
+            return _behind(self._token, gradients) if self._is_apart else gradients
         found = self._probe.sensitivities(gradients)
         done = self._store.note(
             found,
@@ -225,9 +224,9 @@ class _RunningBackward:
         self, division: Division, loop: Loop, at_hand: MutableMapping[int, Any]
     ) -> None:
         packed = {v: self._packed(v) for v in loop.unpacked}
-        sampled = () if self._probe is None else self._probe.wanted(loop.made)
+        sampled = self._sampled_in(loop)
         with jax.named_scope("in_parts"):
-            made, moments = run_loop(
+            made, samples = run_loop(
                 self._plan,
                 division,
                 loop,
@@ -237,33 +236,48 @@ class _RunningBackward:
                 self._token,
                 sampled,
             )
-        if self._probe is not None:
-            self._probe.see_parts(moments)
-        for value in loop.unpacked:
-            self._see_range(value, packed[value])
+        parts = {v: (sample,) for v, sample in samples.items()}
+        self._see_in_parts(parts, packed)
         self._of_loops.update(loop.results)
         self._learn(self._pinned(made))
 
     def _run_apart(
         self, division: Division, loop: Loop, at_hand: MutableMapping[int, Any]
     ) -> None:
+        packed = {v: self._packed(v) for v in loop.unpacked}
+        sampled = self._sampled_in(loop)
         with jax.named_scope("in_parts"):
             made = run_apart(
                 self._plan,
                 division,
                 loop,
-                {v: self._packed(v) for v in loop.unpacked},
+                packed,
                 self._codecs,
                 self._env,
                 at_hand,
                 self._token,
+                sampled,
             )
         self._token = made.token
+        self._see_in_parts(made.samples, packed)
         self._learn(self._pinned(made.sums))
         if division.stays_in_parts:
             self._env.put_parts(made.results, division.rows)
         else:
             self._learn({v: x for v, (x,) in made.results.items()})
+
+    def _sampled_in(self, loop: Loop) -> tuple[int, ...]:
+        return () if self._probe is None else self._probe.wanted(loop.made)
+
+    def _see_in_parts(
+        self,
+        samples: Mapping[int, Sequence[RowMeans]],
+        packed: Mapping[int, ArrayTree],
+    ) -> None:
+        if self._probe is not None:
+            self._probe.see_parts(samples)
+        for value, codes in packed.items():
+            self._see_range(value, codes)
 
     def _unpack(self, item: Unpacking) -> None:
         codec = self._codecs[item.value]

@@ -30,13 +30,18 @@ Against the variance measured with one residual at a time in codes (GACT, Liu et
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 
 from dafjax._plan.plan import ProgramPlan
-from dafjax._sampling import sample_elements
+from dafjax._schedule.moments import (
+    Moments,
+    RowMeans,
+    moments_of_rows,
+    sample_rows,
+)
 from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.primitives import (
     adds_operands,
@@ -47,53 +52,6 @@ from dafjax._trace.primitives import (
     takes_parts,
 )
 
-
-class Moments(NamedTuple):
-    """What is known of the elements of a value.
-
-    Attributes:
-        mean_square: The mean of the squares.
-        variance: The mean of the squares, less the square of the mean.
-    """
-
-    mean_square: Any
-    variance: Any
-
-
-def sample_moments(x: jax.Array) -> Moments:
-    """Returns moments of some thousand elements, evenly spread."""
-    _, mean_square, variance = _sampled(x, _SAMPLES)
-    return Moments(mean_square, variance)
-
-
-def moments_of_part(x: jax.Array, num_parts: int) -> jax.Array:
-    """Returns what `moments_of_parts` takes of one of the parts of a value."""
-    return jnp.stack(_sampled(x, _SAMPLES // num_parts))
-
-
-def moments_of_parts(parts: jax.Array) -> Moments:
-    """Returns the moments of a value of which there were only parts.
-
-    Args:
-        parts: float32 `[n, 3]`: what `moments_of_part` returned for each of them.
-    """
-    mean, mean_square, variance = jnp.mean(parts, axis=0)
-    return Moments(mean_square, variance + jnp.mean((parts[:, 0] - mean) ** 2))
-
-
-def _sampled(x: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the mean, the mean square and the variance of a sample."""
-    sample = sample_elements(x, most)
-    if jnp.iscomplexobj(sample):
-        sample = jnp.abs(sample)
-    sample = sample.astype(jnp.float32)
-    mean = jnp.mean(sample)
-    # Not as a difference of means, where large values would cancel.
-    return mean, jnp.mean(sample * sample), jnp.mean((sample - mean) ** 2)
-
-
-# With half as many, a ResNet-18 that begins to learn has 3 times the variance it could.
-_SAMPLES = 1 << 15
 
 # So many times smaller, a value is a statistic of what it is made of.
 _MANY = 16
@@ -295,24 +253,24 @@ class Probe:
         self._plan = plan
         self._rounding_noise = rounding_noise
         self._wanted = values_to_sample(plan, rounding_noise)
-        self._moments: dict[int, Moments] = {}
-        self._waiting: dict[int, jax.Array] = {}
+        # Of each value, of all its parts.
+        self._samples: dict[int, Sequence[RowMeans]] = {}
+        self._waiting: dict[int, RowMeans] = {}
         self._ranges: dict[int, jax.Array] = {}
         self._waiting_ranges: dict[int, jax.Array] = {}
 
     def see(self, values: Mapping[int, jax.Array]) -> None:
         """Samples those of the values that are wanted and new."""
-        for value in self.wanted(values):
-            self._moments[value] = sample_moments(values[value])
-            self._waiting[value] = jnp.stack(self._moments[value])
+        self._waiting.update((v, sample_rows(values[v])) for v in self.wanted(values))
 
     def wanted(self, values: Iterable[int]) -> tuple[int, ...]:
         """Returns those of the values that are wanted and new."""
-        return tuple(v for v in values if v in self._wanted and v not in self._moments)
+        known = self._samples.keys() | self._waiting.keys()
+        return tuple(v for v in values if v in self._wanted and v not in known)
 
-    def see_parts(self, parts: Mapping[int, jax.Array]) -> None:
-        """Takes what `moments_of_part` returned for all parts of values, stacked."""
-        self._moments.update((v, moments_of_parts(x)) for v, x in parts.items())
+    def see_parts(self, samples: Mapping[int, Sequence[RowMeans]]) -> None:
+        """Takes samples of values of which there are only parts."""
+        self._samples.update(samples)
 
     def see_range(self, value: int, mean_square: jax.Array | None) -> None:
         """Takes the mean of the squared ranges of a residual's blocks, if given."""
@@ -321,14 +279,14 @@ class Probe:
 
     def waiting(self) -> list[jax.Array]:
         """Returns samples that have not been tied; `settle` takes their ties."""
-        return [*self._waiting.values(), *self._waiting_ranges.values()]
+        return jax.tree.leaves((self._waiting, self._waiting_ranges))
 
     def settle(self, tied: Sequence[jax.Array]) -> None:
         """Takes what `waiting` returned, after a tie."""
-        samples = iter(tied)
-        for value, moments in zip(self._waiting, samples, strict=False):
-            self._moments[value] = Moments(moments[0], moments[1])
-        self._ranges.update(zip(self._waiting_ranges, samples, strict=True))
+        structure = jax.tree.structure((self._waiting, self._waiting_ranges))
+        samples, ranges = jax.tree.unflatten(structure, tied)
+        self._samples.update((v, (sample,)) for v, sample in samples.items())
+        self._ranges.update(ranges)
         self._waiting.clear()
         self._waiting_ranges.clear()
 
@@ -342,12 +300,21 @@ class Probe:
             float32 `[n + 1]`: `importances` of each residual, times the squared range
             if it was seen; then the gradients' squared norm.
         """
-        found = importances(self._plan, self._moments.__getitem__, self._rounding_noise)
-        energies = [
-            sample_moments(g).mean_square * float(g.size)
-            for g in gradients
-            if jnp.issubdtype(g.dtype, jnp.inexact) and g.size > 0
-        ]
+        self.settle(self.waiting())
+        moments = moments_of_rows(list(self._samples.values()))
+        by_value = dict(zip(self._samples, moments, strict=True))
+        found = importances(self._plan, by_value.__getitem__, self._rounding_noise)
         of_values = (found[v] * self._ranges.get(v, 1.0) for v in found)
-        numbers = [*of_values, sum(energies)]
+        numbers = [*of_values, _energy(gradients)]
         return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
+
+
+def _energy(gradients: Sequence[jax.Array]) -> Any:
+    """Returns the sum of the squares of the elements of gradients."""
+    real = [g for g in gradients if jnp.issubdtype(g.dtype, jnp.inexact) and g.size > 0]
+    if not real:
+        return 0.0
+    moments = moments_of_rows([[sample_rows(g)] for g in real])
+    return sum(
+        m.mean_square * float(g.size) for m, g in zip(moments, real, strict=True)
+    )

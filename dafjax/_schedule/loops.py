@@ -1,6 +1,6 @@
 """Runs a stretch of the backward pass, or a part of it, in parts of its rows."""
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -9,7 +9,7 @@ from jax import lax
 
 from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.importance import moments_of_part
+from dafjax._schedule.moments import RowMeans, sample_rows
 from dafjax._schedule.one_part import run_pieces, tie_waiting
 from dafjax._schedule.steps import Division, Loop, Unpacking, written
 from dafjax._typing import Array, ArrayTree
@@ -22,13 +22,13 @@ class Carry(NamedTuple):
     Attributes:
         sums: The sums over rows.
         wholes: The results, their rows divided.
-        moments: What `moments_of_part` returned of values of which there are only
-            parts, stacked.
+        samples: What `sample_rows` returned of values of which there are only parts,
+            `[num_parts, rows]`.
     """
 
     sums: dict[int, Array]
     wholes: tuple[Array, ...]
-    moments: dict[int, Array]
+    samples: dict[int, RowMeans]
 
 
 def run_loop(
@@ -39,9 +39,9 @@ def run_loop(
     codecs: Mapping[int, AbstractCodec],
     env: MutableMapping[int, Any],
     token: Array,
-    sampled: Iterable[int],
-) -> tuple[dict[int, Array], dict[int, Array]]:
-    """Returns the sums and the results of a loop, and moments of what it made besides.
+    sampled: Sequence[int],
+) -> tuple[dict[int, Array], dict[int, RowMeans]]:
+    """Returns the sums and the results of a loop, and samples of what it made besides.
 
     Args:
         plan: What was kept.
@@ -54,13 +54,13 @@ def run_loop(
         sampled: Values that are made in it by rows.
 
     Returns:
-        The sums and results by value; and float32 `[num_parts, 3]` for each of the
-        values that are sampled, as `moments_of_parts` takes them.
+        The sums and results by value; and what `sample_rows` returned for all parts of
+        the values that are sampled.
     """
-    running = _RunningLoop(plan, division, loop, packed, codecs, env, token)
-    carry = running.start(sampled)
+    running = _RunningLoop(plan, division, loop, packed, codecs, env, token, sampled)
+    carry = running.start()
     carry = lax.fori_loop(0, division.num_parts, running.run_part, carry)
-    return running.finish(carry), carry.moments
+    return running.finish(carry), running.samples(carry)
 
 
 @final
@@ -76,6 +76,7 @@ class _RunningLoop:
         codecs: Mapping[int, AbstractCodec],
         env: MutableMapping[int, Any],
         token: Array,
+        sampled: Sequence[int],
     ) -> None:
         self._avals = plan.program.avals
         self._division = division
@@ -84,6 +85,7 @@ class _RunningLoop:
         self._codecs = codecs
         self._env = env
         self._token = token
+        self._sampled = sampled
         self._rows = division.rows
         self._likes = division.likes_of_part(plan.kept)
         self._sources = {
@@ -94,9 +96,9 @@ class _RunningLoop:
             lambda x: self._rows.divide(_as_bits(x)), dict(packed)
         )
 
-    def start(self, sampled: Iterable[int]) -> Carry:
+    def start(self) -> Carry:
         """Returns what there is before the first part."""
-        avals, count = self._avals, self._rows.num_parts
+        avals = self._avals
         return Carry(
             {
                 v: self._zeros(avals[v].shape, _sum_dtype(avals[v].dtype))
@@ -104,13 +106,12 @@ class _RunningLoop:
                 for v in eqn.outputs
             },
             tuple(map(self._start_of, self._loop.results, self._loop.replaced)),
-            {v: self._zeros((count, 3), jnp.float32) for v in sampled},
+            {v: self._no_samples(v) for v in self._sampled},
         )
 
     def run_part(self, number: Array, carry: Carry) -> Carry:
         """Returns what there is when that part has run, too."""
         part = self._compute(*self._read(number, carry), number)
-        count = self._rows.num_parts
         return Carry(
             {v: x + part[v].astype(x.dtype) for v, x in carry.sums.items()},
             tuple(
@@ -118,8 +119,12 @@ class _RunningLoop:
                 for v, x in zip(self._loop.results, carry.wholes, strict=True)
             ),
             {
-                v: x.at[number].set(moments_of_part(part[v], count))
-                for v, x in carry.moments.items()
+                v: jax.tree.map(
+                    lambda xs, x: xs.at[number].set(x),
+                    samples,
+                    sample_rows(part[v], self._rows.num_parts),
+                )
+                for v, samples in carry.samples.items()
             },
         )
 
@@ -143,7 +148,7 @@ class _RunningLoop:
         # Else XLA copies the whole before it writes to it, as if something of the part
         # might be read behind that. Not so if all that is read leads to one result:
         # then XLA:GPU can do everything in the kernel that writes it.
-        besides = self._loop.sums or carry.moments or self._written
+        besides = self._loop.sums or self._sampled or self._written
         only_on_cpus = len(self._loop.results) == 1 and not besides
         *tied, after = tie(*part.values(), self._token, only_on_cpus=only_on_cpus)
         return dict(zip(part, tied, strict=True)), after
@@ -175,6 +180,19 @@ class _RunningLoop:
         decode = codec.decode_fused if fused else codec.decode
         part[value] = decode(codes, self._likes[value])
         return after
+
+    def samples(self, carry: Carry) -> dict[int, RowMeans]:
+        """Returns the samples of all parts."""
+        return jax.tree.map(jnp.ravel, carry.samples)
+
+    def _no_samples(self, value: int) -> RowMeans:
+        count = self._rows.num_parts
+        aval = self._avals[value]
+        shape = (self._division.num_rows_of_part, *aval.shape[1:])
+        like = jax.eval_shape(
+            lambda x: sample_rows(x, count), jax.ShapeDtypeStruct(shape, aval.dtype)
+        )
+        return jax.tree.map(lambda x: self._zeros((count, *x.shape), x.dtype), like)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         # They cannot be there before the token is.

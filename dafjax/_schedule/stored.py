@@ -89,19 +89,16 @@ def can_be_apart(
 ) -> bool:
     """Returns whether the backward pass may run with parts that stay apart.
 
-    Not where the store packs for the parts that a schedule has, or importances are
-    measured; where devices share arrays by their types; and where more is done than
-    computed.
+    Not where the store packs for the parts that a schedule has; where devices share
+    arrays by their types; and where more is done than computed.
 
     Args:
         store: Where a plan's values wait.
         plan: The plan.
         schedule: The steps of the backward pass in loops.
     """
-    codecs = codecs_in(store, plan, schedule)
     return (
-        codecs == {value: codec for value, _, codec, _ in _packed(plan)}
-        and not any(map(store.measured_code, codecs.values()))
+        codecs_in(store, plan, schedule) == codecs_in(store, plan)
         and not are_shared_by_type(plan.program.avals)
         and not any(eqn.has_effect for eqn in plan.program.backward)
     )

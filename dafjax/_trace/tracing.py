@@ -124,7 +124,7 @@ def count_live(closed: ClosedJaxpr, reader: str, maker: str) -> list[tuple[Any, 
             if eqn.primitive.name == reader:
                 counts.append((eqn, 1))
             length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            for body in jaxprs_in_params(eqn.params):
+            for body in _bodies_anywhere(eqn):
                 makes_inside, inside = visit(body)
                 times = 1 if makes_inside else length
                 makes |= makes_inside
@@ -132,6 +132,13 @@ def count_live(closed: ClosedJaxpr, reader: str, maker: str) -> list[tuple[Any, 
         return makes, counts
 
     return visit(closed.jaxpr)[1]
+
+
+def _bodies_anywhere(eqn: jex_core.JaxprEqn) -> Sequence[jex_core.Jaxpr]:
+    """Returns an equation's bodies; of those for one platform each, the default."""
+    found = list(jaxprs_in_params(eqn.params))
+    # What `lax.platform_dependent` makes.
+    return found[-1:] if eqn.params.get("branches_platforms") else found
 
 
 def names_in(closed: ClosedJaxpr) -> frozenset[str]:

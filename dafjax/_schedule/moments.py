@@ -1,0 +1,108 @@
+"""Mean squares and variances of values, from some of their elements.
+
+Of each value that is sampled, one kernel of a GPU makes sums over the rows of the
+sample. What is left is a few numbers of each row, and done for all values together.
+"""
+
+import collections
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from dafjax._sampling import sample_elements
+from dafjax._typing import Array
+
+
+class Moments(NamedTuple):
+    """What is known of the elements of a value.
+
+    Attributes:
+        mean_square: The mean of the squares.
+        variance: The mean of the squares, less the square of the mean.
+    """
+
+    mean_square: Any
+    variance: Any
+
+
+class RowMeans(NamedTuple):
+    """Means over each row of a sample, float32 `[rows]`.
+
+    Attributes:
+        value: Of the elements.
+        difference: Of the differences from the row's first element: of these, unlike
+            large values, squares do not cancel.
+        squared: Of the squares of the differences.
+    """
+
+    value: Array
+    difference: Array
+    squared: Array
+
+
+def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
+    """Samples a value, or one of its parts.
+
+    Args:
+        x: The value or the part, of any shape and a numeric dtype; of complex numbers
+            it is the absolute values.
+        num_parts: How many parts are sampled: each has its share.
+    """
+    if x.size == 0:
+        return RowMeans(*jnp.zeros((3, 1), jnp.float32))
+    sample = sample_elements(x, _NUM_ELEMENTS // num_parts)
+    if jnp.iscomplexobj(sample):
+        sample = jnp.abs(sample)
+    sample = sample.astype(jnp.float32)
+    differences = sample - sample[:, :1]
+    # A quotient behind the sums would be another kernel.
+    share = 1 / sample.shape[1]
+    terms = (share * sample, share * differences, share * differences**2)
+    zeros = 3 * (jnp.float32(0),)
+    return RowMeans(*lax.reduce(terms, zeros, _add, (1,)))
+
+
+def _add(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
+    return list(map(jnp.add, xs, ys))
+
+
+# With half as many, a ResNet-18 that begins to learn has 3 times the variance it could.
+_NUM_ELEMENTS = 1 << 15
+
+
+def moments_of_rows(samples: Sequence[Sequence[RowMeans]]) -> list[Moments]:
+    """Returns the moments of values.
+
+    Args:
+        samples: What `sample_rows` returned for each part of each value.
+    """
+    alike = collections.defaultdict(list)
+    for number, parts in enumerate(samples):
+        alike[sum(part.value.size for part in parts)].append(number)
+    found: dict[int, Moments] = {}
+    for num_rows, numbers in alike.items():
+        parts = [part for number in numbers for part in samples[number]]
+        # XLA:GPU would look for minutes which kernels to make it in again.
+        moments = lax.optimization_barrier(_moments_of_parts(parts, num_rows))
+        found.update(zip(numbers, map(Moments, *moments), strict=True))
+    return [found[number] for number in range(len(samples))]
+
+
+def _moments_of_parts(parts: Sequence[RowMeans], num_rows: int) -> Moments:
+    """Returns moments, `[values]`, of values that have so many rows, part by part."""
+    value, difference, squared = (
+        jnp.concatenate(xs).reshape(-1, num_rows) for xs in zip(*parts, strict=True)
+    )
+    variance = jnp.maximum(squared - difference**2, 0)
+    mean = jnp.mean(value, axis=1, keepdims=True)
+    return Moments(
+        jnp.mean(variance + value**2, axis=1),
+        jnp.mean(variance + (value - mean) ** 2, axis=1),
+    )
+
+
+def sample_moments(x: Array) -> Moments:
+    """Returns the moments of a sample of a value."""
+    return moments_of_rows([[sample_rows(x)]])[0]
