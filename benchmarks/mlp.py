@@ -90,7 +90,7 @@ class Workload:
         """
         x = jax.ShapeDtypeStruct((self.tokens, self.width), jnp.float32)
         params = jax.eval_shape(self.model.init, jax.random.key(0), x)
-        lowered = jax.jit(self.make_step(), donate_argnums=0).lower(
+        lowered = self.method.jit(self.make_step(), donate_argnums=0).lower(
             *place((params, x), sharding)
         )
         return lowered.compile(

@@ -90,8 +90,9 @@ class Workload:
         """
         batch = step.abstract_batch(self.task, self.batch)
         arguments = self.abstract_state(), {}, self.key, *batch
+        train_step = step.make_train_step(self.loss, self.optimizer)
         return step.compile_train_step(
-            step.make_train_step(self.loss, self.optimizer),
+            self.method.jit(train_step, donate_argnums=0),
             *place(arguments, sharding),
             compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]},
         )

@@ -161,7 +161,7 @@ class Workload:
             sharding: On what they would run; None: on this machine.
         """
         arguments = place(jax.eval_shape(self.draw), sharding)
-        lowered = jax.jit(jax.value_and_grad(self.loss)).lower(*arguments)
+        lowered = self.method.jit(jax.value_and_grad(self.loss)).lower(*arguments)
         return lowered.compile(
             compiler_options={**self.method.compiler_options, **SCHEDULERS[scheduler]}
         )

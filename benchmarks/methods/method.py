@@ -1,8 +1,10 @@
 """What a competitor is."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import final
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import jax
 
 from models.methods import same_loss
 from models.step import WrapLoss
@@ -18,6 +20,7 @@ class Method:
         label: As in tables.
         wrap_block: Applied to the class of the model's blocks.
         wrap_loss: Applied to the whole loss.
+        jit: What compiles the step, used as `jax.jit`.
         compiler_options: What the step is compiled with.
         gradient_tolerance: The largest relative error of the gradient against that of
             the unwrapped step. Zero memory would be easy with a wrong one.
@@ -28,6 +31,7 @@ class Method:
     label: str
     wrap_block: WrapBlock = no_wrapping
     wrap_loss: WrapLoss = same_loss
+    jit: Callable[..., Any] = jax.jit
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gradient_tolerance: float = 1e-3
     projection_tolerance: float = 1e-3
