@@ -116,30 +116,27 @@ class _Running:
         for value in (v for eqn in self._loop.sums for v in eqn.outputs):
             known = self._sums.get(value)
             self._sums[value] = part[value] if known is None else known + part[value]
-        last = {v: part[v] for v in self._results}
+        results = {v: part[v] for v in self._results}
         count = self._division.num_parts
-        self._wait(last, {v: sample_rows(part[v], count) for v in self._samples})
+        samples = {v: sample_rows(part[v], count) for v in self._samples}
+        self._sums, results, samples = self._wait_for((self._sums, results, samples))
+        for value, x in results.items():
+            self._results[value] += (x,)
+        for value, sample in samples.items():
+            self._samples[value] += (sample,)
 
     def finish(self) -> Made:
         """Returns what was made."""
         return Made(self._sums, self._results, self._samples, self._token)
 
-    def _wait(self, last: dict[int, Array], samples: dict[int, RowMeans]) -> None:
-        """Makes what follows wait for the parts that ran.
+    def _wait_for(self, made: ArrayTree) -> ArrayTree:
+        """Makes what follows wait for what was made, and returns it.
 
         Else XLA:GPU puts sums off that are read later, to take them in another kernel,
         and writes for that what they are of.
-
-        Args:
-            last: What the last of them gives of each result.
-            samples: Its samples.
         """
-        made, self._token = tie_tree((self._sums, last, samples), self._token)
-        self._sums, last, samples = made
-        for value, x in last.items():
-            self._results[value] += (x,)
-        for value, sample in samples.items():
-            self._samples[value] += (sample,)
+        made, self._token = tie_tree(made, self._token)
+        return made
 
     def _unpack(self, item: Unpacking, part: dict[int, Any], number: int) -> None:
         value = item.value
