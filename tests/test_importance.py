@@ -164,3 +164,16 @@ def test_of_arrays_without_elements_there_are_no_samples(shape):
 def test_large_values_do_not_cancel_in_their_variance(key):
     x = 1e4 + jax.random.normal(key, (64, 4096))
     assert float(sample_moments(x).variance) == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("outlier", [1e2, 1e4])
+@pytest.mark.parametrize("shape", [(1 << 15,), (1, 256, 128), (4, 1001, 9)])
+def test_a_large_value_in_front_of_all_others_counts_as_it_is(shape, outlier, key):
+    """As the first token of a language model has them."""
+    x = jax.random.normal(key, shape)
+    sample = sample_elements(x, 1 << 15)
+    x = jnp.where(x == sample.ravel()[0], outlier, x)
+    moments = sample_moments(x)
+    sample = np.asarray(sample_elements(x, 1 << 15), np.float64)
+    assert float(moments.mean_square) == pytest.approx(np.mean(sample**2), rel=0.02)
+    assert float(moments.variance) == pytest.approx(np.var(sample), rel=0.02)

@@ -341,7 +341,7 @@ def _is_number(gradient: Any) -> bool:
 def _tied_to(gradients: list[Any], done: jax.Array) -> list[Any]:
     """Makes gradients depend on a call that is made for what else it does."""
     for number, gradient in enumerate(gradients):
-        if _is_number(gradient):
+        if _is_number(gradient) and gradient.size > 0:
             tied, _ = tie(gradient, done, all_are_read=False)
             return [*gradients[:number], tied, *gradients[number + 1 :]]
     return gradients

@@ -8,10 +8,12 @@ import collections
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from dafjax._sampling import sample_elements
+from dafjax._schedule.parts import are_shared_by_type
 from dafjax._typing import Array
 
 
@@ -28,12 +30,12 @@ class Moments(NamedTuple):
 
 
 class RowMeans(NamedTuple):
-    """Means over each row of a sample, float32 `[rows]`.
+    """Means over each row of a sample, float32 `[examples, rows]`.
 
     Attributes:
         value: Of the elements.
         difference: Of the differences from the row's first element: of these, unlike
-            large values, squares do not cancel.
+            large values, squares do not cancel, as long as rows are short.
         squared: Of the squares of the differences.
     """
 
@@ -51,14 +53,23 @@ def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
         num_parts: How many parts are sampled: each has its share.
     """
     if x.size == 0:
-        return RowMeans(*jnp.zeros((3, 1), jnp.float32))
+        return RowMeans(*jnp.zeros((3, 1, 1), jnp.float32))
     sample = sample_elements(x, _NUM_ELEMENTS // num_parts)
     if jnp.iscomplexobj(sample):
         sample = jnp.abs(sample)
     sample = sample.astype(jnp.float32)
-    differences = sample - sample[:, :1]
+    num_examples, count = sample.shape
+    num_rows = -(-count // _LONGEST_ROW)
+    length = -(-count // num_rows)
+    # Neighbours are in different rows, so that the last ones count like all others.
+    padding = [(0, 0, 0), (0, length * num_rows - count, 0)]
+    rows = (num_examples, length, num_rows)
+    there = (jnp.arange(length * num_rows) < count).astype(jnp.float32)
+    there = there.reshape(rows[1:])
+    sample = lax.pad(sample, jnp.float32(0), padding).reshape(rows)
     # A quotient behind the sums would be another kernel.
-    share = 1 / sample.shape[1]
+    share = there / jnp.sum(there, axis=0)
+    differences = sample - sample[:, :1]
     terms = (share * sample, share * differences, share * differences**2)
     zeros = 3 * (jnp.float32(0),)
     return RowMeans(*lax.reduce(terms, zeros, _add, (1,)))
@@ -71,6 +82,10 @@ def _add(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
 # With half as many, a ResNet-18 that begins to learn has 3 times the variance it could.
 _NUM_ELEMENTS = 1 << 15
 
+# Where the first of n elements is far from all others, the sum of squares, one after
+# another, is wrong by n * eps times its own, of which the variance is 1 / n.
+_LONGEST_ROW = 512
+
 
 def moments_of_rows(samples: Sequence[Sequence[RowMeans]]) -> list[Moments]:
     """Returns the moments of values.
@@ -80,27 +95,37 @@ def moments_of_rows(samples: Sequence[Sequence[RowMeans]]) -> list[Moments]:
     """
     alike = collections.defaultdict(list)
     for number, parts in enumerate(samples):
-        alike[sum(part.value.size for part in parts)].append(number)
+        # Devices that share arrays by their types need not share these alike.
+        is_shared = are_shared_by_type(map(jax.typeof, parts[0]))
+        size = sum(part.value.size for part in parts)
+        alike[size, number if is_shared else None].append(number)
     found: dict[int, Moments] = {}
-    for num_rows, numbers in alike.items():
+    for numbers in alike.values():
         parts = [part for number in numbers for part in samples[number]]
         # XLA:GPU would look for minutes which kernels to make it in again.
-        moments = lax.optimization_barrier(_moments_of_parts(parts, num_rows))
+        moments = lax.optimization_barrier(_moments_of_parts(parts, len(numbers)))
         found.update(zip(numbers, map(Moments, *moments), strict=True))
     return [found[number] for number in range(len(samples))]
 
 
-def _moments_of_parts(parts: Sequence[RowMeans], num_rows: int) -> Moments:
-    """Returns moments, `[values]`, of values that have so many rows, part by part."""
+def _moments_of_parts(parts: Sequence[RowMeans], num_values: int) -> Moments:
+    """Returns moments, `[values]`, of values with as many rows each, part by part."""
     value, difference, squared = (
-        jnp.concatenate(xs).reshape(-1, num_rows) for xs in zip(*parts, strict=True)
+        _joined(xs, num_values) for xs in zip(*parts, strict=True)
     )
     variance = jnp.maximum(squared - difference**2, 0)
-    mean = jnp.mean(value, axis=1, keepdims=True)
+    rows = tuple(range(1, value.ndim))
+    mean = jnp.mean(value, axis=rows, keepdims=True)
     return Moments(
-        jnp.mean(variance + value**2, axis=1),
-        jnp.mean(variance + (value - mean) ** 2, axis=1),
+        jnp.mean(variance + value**2, axis=rows),
+        jnp.mean(variance + (value - mean) ** 2, axis=rows),
     )
+
+
+def _joined(parts: Sequence[Array], num_values: int) -> Array:
+    if len(parts) == 1:
+        return parts[0][None]
+    return jnp.concatenate([part.ravel() for part in parts]).reshape(num_values, -1)
 
 
 def sample_moments(x: Array) -> Moments:

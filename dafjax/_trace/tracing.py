@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -124,8 +124,12 @@ def count_live(closed: ClosedJaxpr, reader: str, maker: str) -> list[tuple[Any, 
             if eqn.primitive.name == reader:
                 counts.append((eqn, 1))
             length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            for body in _bodies_anywhere(eqn):
-                makes_inside, inside = visit(body)
+            in_bodies = list(map(visit, jaxprs_in_params(eqn.params)))
+            # What `lax.platform_dependent` makes: one body runs.
+            if eqn.params.get("branches_platforms"):
+                makes_inside = any(makes for makes, _ in in_bodies)
+                in_bodies = [(makes_inside, _most_of_each(c for _, c in in_bodies))]
+            for makes_inside, inside in in_bodies:
                 times = 1 if makes_inside else length
                 makes |= makes_inside
                 counts += [(inner, n * times) for inner, n in inside]
@@ -134,11 +138,17 @@ def count_live(closed: ClosedJaxpr, reader: str, maker: str) -> list[tuple[Any, 
     return visit(closed.jaxpr)[1]
 
 
-def _bodies_anywhere(eqn: jex_core.JaxprEqn) -> Sequence[jex_core.Jaxpr]:
-    """Returns an equation's bodies; of those for one platform each, the default."""
-    found = list(jaxprs_in_params(eqn.params))
-    # What `lax.platform_dependent` makes.
-    return found[-1:] if eqn.params.get("branches_platforms") else found
+def _most_of_each(branches: Iterable[list[tuple[Any, int]]]) -> list[tuple[Any, int]]:
+    """Returns what one branch of several can have, of equal equations the most."""
+    most: dict[Any, list[tuple[Any, int]]] = {}
+    for counts in branches:
+        alike: dict[Any, list[tuple[Any, int]]] = {}
+        for eqn, n in counts:
+            alike.setdefault(frozenset(eqn.params.items()), []).append((eqn, n))
+        for key, found in alike.items():
+            known = most.get(key, [])
+            most[key] = max(known, found, key=lambda pairs: sum(n for _, n in pairs))
+    return [pair for found in most.values() for pair in found]
 
 
 def names_in(closed: ClosedJaxpr) -> frozenset[str]:
