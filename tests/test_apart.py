@@ -382,6 +382,44 @@ class TestMeasuredBits:
         assert steps[1].nbytes == steps[0].nbytes
         assert list(steps[1].bits.values()) == list(steps[0].bits.values())
 
+    def test_nothing_is_lost_behind_a_gradient_without_elements(self, key):
+        params, x = example(key)
+
+        def loss(both, x):
+            return networks.conv_loss(both[1], x) + jnp.sum(both[0])
+
+        wrapped = dafjax.remat_compress(loss, bits=dafjax.AverageBits(2))
+        step = dafjax.adaptive_jit(jax.grad(wrapped), most_compiles=1)
+        jax.block_until_ready(step((jnp.zeros((0, 5)), params), x))
+        (program,) = step._programs.values()
+        assert all(c > 0 for c in program.ledger.take()["importances"].values())
+
+    def test_residuals_of_a_branch_for_one_platform_count(self, key):
+        params, x = example(key)
+        wrapped = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
+
+        def on_platforms(params, x):
+            return jax.lax.platform_dependent(
+                params, x, cpu=jax.grad(wrapped), default=jax.grad(networks.conv_loss)
+            )
+
+        expected, step = self.step(), dafjax.adaptive_jit(on_platforms)
+        expected(params, x)
+        step(params, x)
+        assert step.nbytes == expected.nbytes > 0
+
+    def test_on_a_mesh_with_explicit_axes(self, key):
+        rows = jax.sharding.PartitionSpec("data")
+        params = networks.mlp_params(key, (64, 96, 96, 16))
+        x = jax.random.normal(key, (96, 64))
+        loss = dafjax.remat_compress(networks.mlp_loss, bits=dafjax.AverageBits(2))
+        expected = dafjax.adaptive_jit(jax.grad(loss))(params, x)
+        with jax.set_mesh(jax.make_mesh((2,), ("data",))):
+            got = dafjax.adaptive_jit(jax.grad(loss))(params, jax.reshard(x, rows))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_equal(a.shape, b.shape), got, expected
+        )
+
 
 def plan_of_convolutions(key):
     leaves, structure = jax.tree.flatten(example(key))
