@@ -30,7 +30,7 @@ class Moments(NamedTuple):
 
 
 class RowMeans(NamedTuple):
-    """Means over each row of a sample, float32 `[examples, rows]`.
+    """Means over each row of a sample, float32 `[examples]` or `[examples, rows]`.
 
     Attributes:
         value: Of the elements.
@@ -53,7 +53,7 @@ def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
         num_parts: How many parts are sampled: each has its share.
     """
     if x.size == 0:
-        return RowMeans(*jnp.zeros((3, 1, 1), jnp.float32))
+        return RowMeans(*jnp.zeros((3, 1), jnp.float32))
     sample = sample_elements(x, _NUM_ELEMENTS // num_parts)
     if jnp.iscomplexobj(sample):
         sample = jnp.abs(sample)
@@ -61,18 +61,21 @@ def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
     num_examples, count = sample.shape
     num_rows = -(-count // _LONGEST_ROW)
     length = -(-count // num_rows)
-    # Neighbours are in different rows, so that the last ones count like all others.
-    padding = [(0, 0, 0), (0, length * num_rows - count, 0)]
-    rows = (num_examples, length, num_rows)
-    there = (jnp.arange(length * num_rows) < count).astype(jnp.float32)
-    there = there.reshape(rows[1:])
-    sample = lax.pad(sample, jnp.float32(0), padding).reshape(rows)
     # A quotient behind the sums would be another kernel.
-    share = there / jnp.sum(there, axis=0)
-    differences = sample - sample[:, :1]
+    share: Any = 1 / length
+    if num_rows > 1:
+        # The last row is shorter than others by less than there are rows: they count
+        # alike.
+        padding = [(0, 0, 0), (0, length * num_rows - count, 0)]
+        sample = lax.pad(sample, jnp.float32(0), padding)
+        sample = sample.reshape(num_examples, num_rows, length)
+        there = (jnp.arange(length * num_rows) < count).astype(jnp.float32)
+        there = there.reshape(num_rows, length)
+        share = there / jnp.sum(there, axis=1, keepdims=True)
+    differences = sample - sample[..., :1]
     terms = (share * sample, share * differences, share * differences**2)
     zeros = 3 * (jnp.float32(0),)
-    return RowMeans(*lax.reduce(terms, zeros, _add, (1,)))
+    return RowMeans(*lax.reduce(terms, zeros, _add, (sample.ndim - 1,)))
 
 
 def _add(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
@@ -84,7 +87,7 @@ _NUM_ELEMENTS = 1 << 15
 
 # Where the first of n elements is far from all others, the sum of squares, one after
 # another, is wrong by n * eps times its own, of which the variance is 1 / n.
-_LONGEST_ROW = 512
+_LONGEST_ROW = 1024
 
 
 def moments_of_rows(samples: Sequence[Sequence[RowMeans]]) -> list[Moments]:
