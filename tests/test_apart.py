@@ -336,13 +336,13 @@ class TestMeasuredBits:
     """Of `adaptive_jit`, whose backward passes sample what they compute."""
 
     @staticmethod
-    def step(**options):
-        loss = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
-        return dafjax.adaptive_jit(jax.grad(loss), **options)
+    def step(loss=networks.conv_loss):
+        wrapped = dafjax.remat_compress(loss, bits=dafjax.AverageBits(2))
+        return dafjax.adaptive_jit(jax.grad(wrapped))
 
-    def importances(self, params, x):
-        step = self.step(most_compiles=1)
-        jax.block_until_ready(step(params, x))
+    @staticmethod
+    def importances(step, *arguments):
+        jax.block_until_ready(step(*arguments))
         (program,) = step._programs.values()
         taken = program.ledger.take()
         by_name = sorted(program.facts, key=lambda site: program.facts[site].name)
@@ -355,11 +355,11 @@ class TestMeasuredBits:
         params, x = example(key)
         # Of which parts are not alike.
         x = jnp.where(jnp.arange(32)[:, None, None, None] < 16, x, x / 8)
-        got = self.importances(params, x)
+        got = self.importances(self.step(), params, x)
         assert set(as_on_gpu) == {most}
         with monkeypatch.context() as patch:
             patch.setattr(_rules, "installed_plugins", tuple)
-            expected = self.importances(params, x)
+            expected = self.importances(self.step(), params, x)
         assert (got > 0).all()
         np.testing.assert_allclose(got, expected, rtol=0.02)
 
@@ -388,11 +388,9 @@ class TestMeasuredBits:
         def loss(both, x):
             return networks.conv_loss(both[1], x) + jnp.sum(both[0])
 
-        wrapped = dafjax.remat_compress(loss, bits=dafjax.AverageBits(2))
-        step = dafjax.adaptive_jit(jax.grad(wrapped), most_compiles=1)
-        jax.block_until_ready(step((jnp.zeros((0, 5)), params), x))
-        (program,) = step._programs.values()
-        assert all(c > 0 for c in program.ledger.take()["importances"].values())
+        got = self.importances(self.step(loss), (jnp.zeros((0, 5)), params), x)
+        expected = self.importances(self.step(), params, x)
+        np.testing.assert_allclose(got, expected, rtol=0.1)
 
     def test_residuals_of_a_branch_for_one_platform_count(self, key):
         params, x = example(key)
@@ -412,13 +410,13 @@ class TestMeasuredBits:
         rows = jax.sharding.PartitionSpec("data")
         params = networks.mlp_params(key, (64, 96, 96, 16))
         x = jax.random.normal(key, (96, 64))
-        loss = dafjax.remat_compress(networks.mlp_loss, bits=dafjax.AverageBits(2))
-        expected = dafjax.adaptive_jit(jax.grad(loss))(params, x)
+        loss = networks.mlp_loss
+        expected = self.importances(self.step(loss), params, x)
         with jax.set_mesh(jax.make_mesh((2,), ("data",))):
-            got = dafjax.adaptive_jit(jax.grad(loss))(params, jax.reshard(x, rows))
-        jax.tree.map(
-            lambda a, b: np.testing.assert_equal(a.shape, b.shape), got, expected
-        )
+            x = jax.reshard(x, rows)
+            got = self.importances(self.step(loss), params, x)
+        # Each device makes the note.
+        np.testing.assert_allclose(got, 2 * expected, rtol=0.1)
 
 
 def plan_of_convolutions(key):

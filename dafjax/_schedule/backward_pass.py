@@ -236,8 +236,7 @@ class _RunningBackward:
                 self._token,
                 sampled,
             )
-        parts = {v: (sample,) for v, sample in samples.items()}
-        self._see_in_parts(parts, packed)
+        self._see_in_parts(samples, packed)
         self._of_loops.update(loop.results)
         self._learn(self._pinned(made))
 
@@ -326,22 +325,23 @@ def _tied_values(step: Step, ties: Ties, awaited: Container[int]) -> tuple[int, 
 def _behind(token: jax.Array, gradients: Sequence[Any]) -> list[Any]:
     """Makes a gradient depend on the last token: XLA drops what nobody reads."""
     behind = list(gradients)
-    # Nor does it keep what has no elements.
-    waiting = [n for n, x in enumerate(behind) if _is_number(x) and x.size > 0]
+    waiting = [n for n, x in enumerate(behind) if _can_wait(x)]
     if waiting:
         least = min(waiting, key=lambda n: behind[n].size)
         behind[least] = not_before(token, behind[least])
     return behind
 
 
-def _is_number(gradient: Any) -> bool:
-    return can_be_tied(gradient) and gradient.dtype != jax.dtypes.float0
+def _can_wait(gradient: Any) -> bool:
+    """Returns whether XLA keeps a gradient, and so what it waits for."""
+    is_number = can_be_tied(gradient) and gradient.dtype != jax.dtypes.float0
+    return is_number and gradient.size > 0
 
 
 def _tied_to(gradients: list[Any], done: jax.Array) -> list[Any]:
     """Makes gradients depend on a call that is made for what else it does."""
     for number, gradient in enumerate(gradients):
-        if _is_number(gradient) and gradient.size > 0:
+        if _can_wait(gradient):
             tied, _ = tie(gradient, done, all_are_read=False)
             return [*gradients[:number], tied, *gradients[number + 1 :]]
     return gradients

@@ -23,7 +23,7 @@ class Carry(NamedTuple):
         sums: The sums over rows.
         wholes: The results, their rows divided.
         samples: What `sample_rows` returned of values of which there are only parts,
-            `[num_parts, rows]`.
+            stacked.
     """
 
     sums: dict[int, Array]
@@ -40,7 +40,7 @@ def run_loop(
     env: MutableMapping[int, Any],
     token: Array,
     sampled: Sequence[int],
-) -> tuple[dict[int, Array], dict[int, RowMeans]]:
+) -> tuple[dict[int, Array], dict[int, tuple[RowMeans, ...]]]:
     """Returns the sums and the results of a loop, and samples of what it made besides.
 
     Args:
@@ -54,8 +54,8 @@ def run_loop(
         sampled: Values that are made in it by rows.
 
     Returns:
-        The sums and results by value; and what `sample_rows` returned for all parts of
-        the values that are sampled.
+        The sums and results by value; and of the values that are sampled what
+        `sample_rows` returned, as if all parts were one.
     """
     running = _RunningLoop(plan, division, loop, packed, codecs, env, token, sampled)
     carry = running.start()
@@ -181,9 +181,9 @@ class _RunningLoop:
         part[value] = decode(codes, self._likes[value])
         return after
 
-    def samples(self, carry: Carry) -> dict[int, RowMeans]:
+    def samples(self, carry: Carry) -> dict[int, tuple[RowMeans, ...]]:
         """Returns the samples of all parts."""
-        return jax.tree.map(jnp.ravel, carry.samples)
+        return {v: (RowMeans(*map(jnp.ravel, x)),) for v, x in carry.samples.items()}
 
     def _no_samples(self, value: int) -> RowMeans:
         count = self._rows.num_parts
