@@ -2,9 +2,29 @@
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, auto_axes
+
+
+def with_auto_axes(measure: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+    """Calls a function that takes samples of an array, on any mesh.
+
+    On explicit axes, what is cut out of an array must divide among devices as it does.
+    XLA knows no such bound.
+
+    Args:
+        measure: Returns arrays, of which each device gets the whole.
+        x: The array.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if not mesh.explicit_axes:
+        return measure(x)
+    whole = NamedSharding(mesh, PartitionSpec())
+    return auto_axes(measure, axes=mesh.explicit_axes, out_sharding=whole)(x)
 
 
 def sample_elements(x: jax.Array, most: int) -> jax.Array:

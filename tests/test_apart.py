@@ -406,10 +406,12 @@ class TestMeasuredBits:
         step(params, x)
         assert step.nbytes == expected.nbytes > 0
 
-    def test_on_a_mesh_with_explicit_axes(self, key):
+    # Of the larger not all elements are sampled, nor whole blocks looked at.
+    @pytest.mark.parametrize("num_examples", [96, 2048])
+    def test_on_a_mesh_with_explicit_axes(self, num_examples, key):
         rows = jax.sharding.PartitionSpec("data")
         params = networks.mlp_params(key, (64, 96, 96, 16))
-        x = jax.random.normal(key, (96, 64))
+        x = jax.random.normal(key, (num_examples, 64))
         loss = networks.mlp_loss
         expected = self.importances(self.step(loss), params, x)
         with jax.set_mesh(jax.make_mesh((2,), ("data",))):

@@ -330,6 +330,21 @@ class TestClosures:
 class TestComposition:
     """Beside what `compositions.py` lists."""
 
+    def test_tokens_are_no_residuals(self, key):
+        w, x = jax.random.normal(key, (2, 64, 64))
+
+        def f(w, x, *, token):
+            hidden = jnp.tanh(x @ w)
+            if token:
+                jax.lax.after_all(jax.lax.create_token(hidden))
+            return jnp.sum(jnp.tanh(hidden @ w))
+
+        got, expected = (
+            jax.grad(compressed(functools.partial(f, token=token)))(w, x)
+            for token in (True, False)
+        )
+        np.testing.assert_array_equal(got, expected)
+
     def test_frozen_weights_cause_no_residual(self, key):
         w, frozen = jax.random.normal(key, (2, 64, 64))
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dafjax.codecs import Affine
 from dafjax.codecs._rounding_noise import sample_rounding_noise
@@ -58,3 +59,24 @@ def test_what_is_not_finite_is_not_hidden():
     x = np.ones((64, 64), np.float32)
     x[0] = np.nan
     assert np.isnan(noise_of(x))
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((256, 128), ("data",)),
+        ((9000, 96), ("data",)),
+        ((8, 96, 256), (None, None, "data")),
+        ((3, 96, 256), (None, "data")),
+        ((1 << 16,), ("data",)),
+    ],
+)
+def test_it_is_the_same_where_types_say_how_devices_share_the_array(shape, spec, jit):
+    mesh = Mesh(jax.devices()[:2], ("data",), axis_types=(AxisType.Explicit,))
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    shared = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    codec = Affine(bits=2, block_size=64)
+    found = jit(lambda x: sample_rounding_noise(codec, x))(shared)
+    expected = sample_rounding_noise(codec, jnp.asarray(x))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dafjax._sampling import sample_elements
+from dafjax._sampling import sample_elements, with_auto_axes
 from dafjax._schedule.parts import are_shared_by_type
 from dafjax._typing import Array
 
@@ -54,7 +54,11 @@ def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
     """
     if x.size == 0:
         return RowMeans(*jnp.zeros((3, 1), jnp.float32))
-    sample = sample_elements(x, _NUM_ELEMENTS // num_parts)
+    most = _NUM_ELEMENTS // num_parts
+    return with_auto_axes(lambda x: _means_of_rows(sample_elements(x, most)), x)
+
+
+def _means_of_rows(sample: Array) -> RowMeans:
     if jnp.iscomplexobj(sample):
         sample = jnp.abs(sample)
     sample = sample.astype(jnp.float32)

@@ -112,6 +112,9 @@ def _is_marked(body: ClosedJaxpr) -> bool:
     )
 
 
+_NO_ELEMENTS = jax.core.ShapedArray((0,), bool)
+
+
 class _Builder:
     """Collects equations while calls are inlined."""
 
@@ -123,7 +126,8 @@ class _Builder:
         self.equations: list[Equation] = []
 
     def new_value(self, aval: Any) -> int:
-        self.avals.append(aval)
+        # A token has no shape and no dtype.
+        self.avals.append(aval if hasattr(aval, "dtype") else _NO_ELEMENTS)
         return len(self.avals) - 1
 
     def splice(self, closed: ClosedJaxpr, arguments: Sequence[Atom]) -> list[Atom]:

@@ -1,12 +1,13 @@
 """How much an array suffers from rounding, as its blocks are filled."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dafjax._sampling import sampling_strides
+from dafjax._sampling import sampling_strides, with_auto_axes
 from dafjax._typing import Array
 from dafjax.codecs._affine import Affine
 from dafjax.codecs._rows import to_rows
@@ -35,6 +36,10 @@ def sample_rounding_noise(affine: Affine, x: Array) -> Array:
     """
     if x.size == 0:
         return jnp.zeros((), jnp.float32)
+    return with_auto_axes(functools.partial(_mean_noise, affine), x)
+
+
+def _mean_noise(affine: Affine, x: Array) -> jax.Array:
     blocks = _some_blocks(affine, x).astype(jnp.float32)
     low = jnp.min(blocks, axis=-1, keepdims=True)
     high = jnp.max(blocks, axis=-1, keepdims=True)
