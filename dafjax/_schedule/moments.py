@@ -8,12 +8,10 @@ import collections
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from dafjax._sampling import sample_elements, with_auto_axes
-from dafjax._schedule.parts import are_shared_by_type
 from dafjax._typing import Array
 
 
@@ -100,12 +98,9 @@ def moments_of_rows(samples: Sequence[Sequence[RowMeans]]) -> list[Moments]:
     Args:
         samples: What `sample_rows` returned for each part of each value.
     """
-    alike = collections.defaultdict(list)
+    alike: dict[int, list[int]] = collections.defaultdict(list)
     for number, parts in enumerate(samples):
-        # Devices that share arrays by their types need not share these alike.
-        is_shared = are_shared_by_type(map(jax.typeof, parts[0]))
-        size = sum(part.value.size for part in parts)
-        alike[size, number if is_shared else None].append(number)
+        alike[sum(part.value.size for part in parts)].append(number)
     found: dict[int, Moments] = {}
     for numbers in alike.values():
         parts = [part for number in numbers for part in samples[number]]
