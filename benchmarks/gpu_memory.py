@@ -8,16 +8,13 @@ Examples:
         --devices Orin --programs mlp
 """
 
-import contextlib
 import dataclasses
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import rich.table
 import tyro
 
@@ -122,8 +119,7 @@ def _measure(options: Options, device: str, program: str) -> Iterator[Record]:
     for name in options.methods:
         workload = PROGRAMS[program](name, options.bits)
         start = time.perf_counter()
-        with callbacks_left_out():
-            compiled = workload.compile(sharding=sharding)
+        compiled = workload.compile(sharding=sharding)
         seconds = time.perf_counter() - start
         temp[name] = memory.temp_nbytes(compiled)
         work = work_of(compiled.as_text())
@@ -140,18 +136,6 @@ def _measure(options: Options, device: str, program: str) -> Iterator[Record]:
             "moved_nbytes": work.moved_nbytes,
             "compile_seconds": seconds,
         }
-
-
-def callbacks_left_out() -> contextlib.AbstractContextManager[Any]:
-    """Callbacks are compiled only where the device is; the rest is as it would be."""
-    return mock.patch.object(jax, "pure_callback", _read_and_ignored)
-
-
-def _read_and_ignored(
-    function: Callable[..., Any], like: jax.ShapeDtypeStruct, x: jax.Array
-) -> jax.Array:
-    del function
-    return jnp.broadcast_to(jnp.sum(x), like.shape).astype(like.dtype)
 
 
 def count_custom_calls(compiled: jax.stages.Compiled) -> int:

@@ -1,8 +1,8 @@
 """The handlers of CUDA with simulated kernels, for XLA on the CPU.
 
-As a plugin of pytest (`-p tests.simulated_gpu`) it has page pools served by them, from
-the library that the environment variable DAFJAX_SIMULATED_GPU names: tests of pools
-then run as on a GPU that does at once what it is told.
+As a plugin of pytest (`-p tests.simulated_gpu`) it has page pools and ledgers served by
+them, from the library that the environment variable DAFJAX_SIMULATED_GPU names: tests
+of these then run as on a GPU that does at once what it is told.
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import fcntl
 import os
 import pathlib
 import subprocess
+import sys
 
 import jax
 import pytest
@@ -21,8 +22,8 @@ LIBRARY = "DAFJAX_SIMULATED_GPU"
 SOURCES = pathlib.Path(__file__).resolve().parents[1] / "xla_ffi"
 _FFI = (
     "affine_checks", "bitmask_checks", "checks", "cuda_affine", "cuda_bitmask",
-    "cuda_pool", "cuda_reduce", "cuda_tie", "pool_checks", "reduction_checks",
-    "reduction_timing", "tied_buffers",
+    "cuda_ledger", "cuda_pool", "cuda_reduce", "cuda_tie", "pool_checks",
+    "reduction_checks", "reduction_timing", "tied_buffers",
 )  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def built(factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def _build(target: pathlib.Path) -> None:
     sources = [SOURCES / "ffi" / f"{name}.cc" for name in _FFI]
-    for pattern in ("simulator/*.cc", "cuda/*.cu", "device_pool/*.cu"):
+    for pattern in ("simulator/*.cc", "*/*.cu"):
         sources += SOURCES.glob(pattern)
     command = [
         os.environ.get("CXX", "c++"), "-std=c++17", "-O0", "-Wall", "-Wextra",
@@ -57,23 +58,34 @@ def _build(target: pathlib.Path) -> None:
 def load(path: os.PathLike[str]) -> ctypes.CDLL:
     """Loads what was built."""
     library = ctypes.CDLL(os.fspath(path))
-    _cuda_library.connect_pools(library)
+    _cuda_library.connect(library)
     return library
 
 
-def serve_pools(library: ctypes.CDLL) -> None:
-    """Has the custom calls of page pools on the CPU served by the library.
+def run_tests(library: pathlib.Path, *arguments: str) -> None:
+    """Runs pytest in another process, where this is a plugin and the library serves."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+         "-p", "tests.simulated_gpu", *arguments],
+        capture_output=True, text=True, check=False, cwd=SOURCES.parent,
+        env={**os.environ, LIBRARY: str(library)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+def serve(library: ctypes.CDLL) -> None:
+    """Has the custom calls of page pools and ledgers on the CPU served by the library.
 
     Before any program is compiled, for the rest of the process.
     """
     of_cpu = _cpu.handlers()
-    pools = [name for name in _cuda_library.HANDLERS if "pool" in name]
-    for name in pools:
+    served = [n for n in _cuda_library.HANDLERS if "pool" in n or "ledger" in n]
+    for name in served:
         function = _cuda_library.HANDLERS[name]
         handler = jax.ffi.pycapsule(getattr(library, function))
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
-    _cpu.handlers = lambda: {k: v for k, v in of_cpu.items() if k not in pools}
+    _cpu.handlers = lambda: {k: v for k, v in of_cpu.items() if k not in served}
 
 
 if LIBRARY in os.environ:
-    serve_pools(load(os.environ[LIBRARY]))
+    serve(load(os.environ[LIBRARY]))

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from dafjax._native import (
+    _cpu,
     _cuda_library,
     _reduce,
     pack_affine,
     pack_bitmask,
+    pool_hash,
     unpack_affine,
     unpack_bitmask,
 )
@@ -18,9 +20,14 @@ from tests.helpers import assert_same_bits
 
 
 @pytest.fixture(scope="module")
-def handlers(tmp_path_factory):
+def library(tmp_path_factory):
+    return simulated_gpu.built(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def handlers(library):
     """Registers the handlers as `simulated_...` on the CPU."""
-    library = simulated_gpu.load(simulated_gpu.built(tmp_path_factory))
+    library = simulated_gpu.load(library)
     for name, function in _cuda_library.HANDLERS.items():
         handler = jax.ffi.pycapsule(getattr(library, function))
         jax.ffi.register_ffi_target(_simulated(name), handler, platform="cpu")
@@ -76,6 +83,40 @@ def test_ties_give_what_they_get(handlers):
         arrays, _call("tie", list(map(_like, arrays)), *arrays), strict=True
     ):
         assert_same_bits(x, y)
+
+
+def _note(ledger, importances, num_sites):
+    return _call(
+        "ledger_note", jax.ShapeDtypeStruct((), jnp.uint8), jnp.asarray(importances),
+        ledger=np.uint64(pool_hash(ledger)).astype(np.int64),
+        sites=range(1, num_sites + 1),
+    )  # fmt: skip
+
+
+def test_notes_are_in_the_ledger(handlers):
+    ledger = _cpu.Ledger("noted on a gpu", [1, 2])
+    rows = np.float32([[[1, 2, 3, 4], [0.5, -1, np.nan, 8]]])
+    for _ in range(2):
+        assert _note("noted on a gpu", rows, 3) == 0
+    assert ledger.take() == {
+        "importances": {1: 3.0, 2: 4.0},
+        "gradient_energy": 24.0,
+        "notes": 4,
+        "refused": 2,
+    }
+    del ledger
+    # Nobody wants to know any more.
+    assert _note("noted on a gpu", rows, 3) == 0
+
+
+def test_a_note_of_another_number_of_sites_is_refused(handlers):
+    message = r"ledger_note: importances must be \[\*batch, 3\] .* dimensions \[2, 4\]"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(_note("no ledger", np.ones((2, 4), np.float32), 2))
+
+
+def test_bits_are_adapted_by_what_a_gpu_notes(library):
+    simulated_gpu.run_tests(library, "tests/test_adaptive_jit.py", "-k", "TestMeasures")
 
 
 @pytest.mark.parametrize("strategy", range(3))

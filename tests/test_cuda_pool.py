@@ -1,8 +1,5 @@
 """Page pools served by the handlers of CUDA, with simulated kernels, inside of XLA."""
 
-import os
-import subprocess
-import sys
 import uuid
 
 import jax
@@ -13,7 +10,7 @@ import pytest
 from dafjax._native import _cpu, _cuda_library, pool_get, pool_hash, pool_put
 from dafjax.stores import PagePool, StaleHandle
 from tests import simulated_gpu
-from tests.helpers import ROOT, assert_same_bits
+from tests.helpers import assert_same_bits
 
 
 # What a handler returns is one of them, as JAX dispatches.
@@ -245,20 +242,10 @@ def test_each_thread_of_python_can_collect(pool):
     assert _cpu.find_pool(pool_hash(pool.name)).violation() is None
 
 
-def _run_tests_of_training(library, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-         "-p", "tests.simulated_gpu", "tests/test_pool_training.py", *arguments],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-        env={**os.environ, simulated_gpu.LIBRARY: str(library)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-5000:]
-
-
 def test_training_gives_the_numbers_of_arrays(library):
     """Scans, branches, `vmap`, `jax.checkpoint`; pullbacks called twice and never."""
     some = "scan-True or cond-True or called_twice or never_called"
-    _run_tests_of_training(library, "-k", some)
+    simulated_gpu.run_tests(library, "tests/test_pool_training.py", "-k", some)
 
 
 # On a GPU errors come later, and `backward_once` is refused.
@@ -270,6 +257,5 @@ OTHERWISE_ON_A_GPU = (
 
 @pytest.mark.slow
 def test_all_of_training_is_as_on_a_cpu(library):
-    _run_tests_of_training(
-        library, "-k", " and ".join(f"not {name}" for name in OTHERWISE_ON_A_GPU)
-    )
+    as_on_a_cpu = " and ".join(f"not {name}" for name in OTHERWISE_ON_A_GPU)
+    simulated_gpu.run_tests(library, "tests/test_pool_training.py", "-k", as_on_a_cpu)

@@ -36,6 +36,7 @@ POOLS = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/copy.cu", "cuda/notes.cu",
          "pool/bookkeeping.cc", "pool/fork.cc", "pool/handle.cc", "pool/invariants.cc",
          "pool/memory.cc", "pool/page_allocator.cc", "pool/pool.cc",
          "pool/registry.cc", "pool/small_allocator.cc")  # fmt: skip
+LEDGERS = ("ledger/device_notes.cu", "ledger/ledger.cc")
 REDUCTIONS = ("cpu/reduce.cc", "cuda/copy.cu", "cuda/reduce.cu")
 
 
@@ -127,6 +128,11 @@ def test_pools_are_sound_over_many_seeds_and_in_bounds(builds):
 
 
 SLOW_SANITIZERS = ["none", slow("address"), slow("thread")]
+
+
+@pytest.mark.parametrize("sanitizer", SLOW_SANITIZERS)
+def test_ledgers_have_what_devices_have_measured(builds, sanitizer):
+    _assert_passes(builds[sanitizer].program("cuda_ledger_test", LEDGERS))
 
 
 @pytest.mark.parametrize("sanitizer", SLOW_SANITIZERS)
@@ -279,6 +285,52 @@ def test_a_planted_bug_in_a_pool_is_found(bug, tmp_path):
 
 # File, what is there, what is put in its place, and who finds it. Each is a mistake
 # that one could make.
+BUGS_OF_LEDGERS = {
+    "rows are read when they are enqueued": (
+        "ledger/device_notes.cu",
+        "return WhatFailed(cudaLaunchHostFunc(stream, RunNote, taken));",
+        "RunNote(taken);\n  return nullptr;",
+        "none",
+    ),
+    "a note is used again before it was made": (
+        "ledger/device_notes.cu",
+        "  // If that fails,",
+        "  IdleNotes::All().GiveBack(taken);\n  // If that fails,",
+        "none",
+    ),
+    "sites are left behind": (
+        "ledger/device_notes.cu",
+        "  taken->sites.assign(sites, sites + num_sites);\n",
+        "",
+        "none",
+    ),
+    "notes have room for anything": (
+        "ledger/device_notes.cu",
+        "return note->capacity >= count;",
+        "return note != nullptr || count == 0;",
+        "address",
+    ),
+    # Where the device waits for the host, and the host for the lock.
+    "memory is allocated under the lock": (
+        "ledger/device_notes.cu",
+        "if (const Failure failure =\n            WhatFailed(cudaHostAlloc",
+        "if (const std::lock_guard<std::mutex> lock(mutex_);\n"
+        "        const Failure failure = WhatFailed(cudaHostAlloc",
+        "thread",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS_OF_LEDGERS)
+def test_a_planted_bug_in_notes_for_ledgers_is_found(bug, tmp_path):
+    *change, sanitizer = BUGS_OF_LEDGERS[bug]
+    plant(*change, tmp_path)
+    build = Build(tmp_path, sanitizer, sources=tmp_path, flags=["-Wno-error"])
+    done = _run(build.program("cuda_ledger_test", LEDGERS))
+    assert done.returncode != 0
+
+
 MUTANTS = {
     "ranges are read before they are written": (
         "cuda/pack_columns.h",

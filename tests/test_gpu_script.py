@@ -60,10 +60,17 @@ def test_other_bytes_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(same_bytes, "cases", wrong)
     out = tmp_path / "out.json"
     with pytest.raises(
-        same_bytes.DifferentBytesError, match="1 of 2 cases differ: wrong"
+        same_bytes.DifferentBytesError, match="1 of 3 cases differ: wrong"
     ):
         same_bytes.main(["--out", str(out)])
     assert json.loads(out.read_text())["different"] == ["wrong"]
+
+
+def test_notes_that_do_not_arrive_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(same_bytes, "cases", lambda: iter(()))
+    monkeypatch.setattr(same_bytes, "ledger_note", lambda x, **_: x[0, 0])
+    with pytest.raises(same_bytes.DifferentBytesError, match="notes of importances"):
+        same_bytes.main(["--out", str(tmp_path / "out.json")])
 
 
 def test_a_peak_is_what_the_device_tells(monkeypatch):

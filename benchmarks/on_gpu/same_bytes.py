@@ -1,6 +1,7 @@
 """Custom calls on a GPU against those of the CPU: bytes of codes, values, results.
 
-And what XLA makes there of the decoder that it may fuse with what reads the values.
+And what XLA makes there of the decoder that it may fuse with what reads the values; and
+whether what programs note of importances arrives.
 
 Where there is no GPU, `jax.numpy` stands in for it, so that a difference would show.
 
@@ -26,8 +27,11 @@ from benchmarks.tables import make_console
 from dafjax import reductions
 from dafjax._native import (
     _reference as reference,
+    ledger_note,
+    make_ledger,
     pack_affine,
     pack_bitmask,
+    pool_hash,
     unpack_affine,
     unpack_affine_fused,
     unpack_bitmask,
@@ -76,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names.append(case[0])
         if not _is_same(case, device):
             different.append(case[0])
+    names.append(_NOTES)
+    if not notes_arrive(device):
+        different.append(_NOTES)
     result = {
         "options": dataclasses.asdict(options),
         "device": device.device_kind,
@@ -179,6 +186,29 @@ def _plain_bitmask(mask: jax.Array) -> ArrayTree:
 def _plain_minmax(x: jax.Array) -> ArrayTree:
     minimum, maximum, _ = minmax_reference(x, strategy="parallel")
     return minimum.astype(x.dtype), maximum.astype(x.dtype)
+
+
+def notes_arrive(device: jax.Device) -> bool:
+    """Returns whether a ledger has all that a device has noted, once that is done."""
+    ledger = make_ledger(_NOTES, (1, 2))
+    note = jax.jit(
+        functools.partial(
+            ledger_note, ledger=pool_hash(_NOTES), sites=(1, 2), facts=(1, 2)
+        )
+    )
+    rows = [
+        jax.device_put(jnp.full((count, 3), number, jnp.float32), device)
+        for number, count in ((1, 1), (2, 900), (1, 30))
+    ]
+    # None is waited for before the next.
+    jax.block_until_ready([note(some) for _ in range(9) for some in rows])
+    taken = ledger.take()
+    sums = (*taken["importances"].values(), taken["gradient_energy"])
+    return sums == 3 * (9 * (1 + 2 * 900 + 30),)
+
+
+# Also the name of the ledger.
+_NOTES = "notes of importances"
 
 
 def _is_same(case: Case, device: jax.Device) -> bool:

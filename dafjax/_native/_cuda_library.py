@@ -23,6 +23,7 @@ HANDLERS = {
     "dafjax_pool_put": "dafjax_cuda_pool_put",
     "dafjax_pool_get": "dafjax_cuda_pool_get",
     "dafjax_pool_note": "dafjax_cuda_pool_note",
+    "dafjax_ledger_note": "dafjax_cuda_ledger_note",
 }
 _FILE = "libdafjax_cuda.so"
 
@@ -57,10 +58,10 @@ def load(path: pathlib.Path) -> ctypes.CDLL:
     return library
 
 
-def connect_pools(library: ctypes.CDLL) -> None:
-    """Tells the library where page pools are, and what packs for them on the CPU.
+def connect(library: ctypes.CDLL) -> None:
+    """Tells the library where page pools and ledgers are, and what packs on the CPU.
 
-    Both are in the extension module.
+    All are in the extension module.
 
     Raises:
         LibraryError: The extension module is missing or does not load.
@@ -70,6 +71,7 @@ def connect_pools(library: ctypes.CDLL) -> None:
         ctypes.c_void_p(module.attachable_pool_finder()),
         ctypes.c_void_p(module.pack_bytes_function()),
     )
+    library.dafjax_cuda_serve_ledgers(ctypes.c_void_p(module.note_function()))
 
 
 def built_api(library: ctypes.CDLL) -> tuple[int, int]:
@@ -91,7 +93,7 @@ def register() -> bool:
     if path is None:
         return False
     library = load(path)
-    connect_pools(library)
+    connect(library)
     for name, function in HANDLERS.items():
         handler = jax.ffi.pycapsule(getattr(library, function))
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")

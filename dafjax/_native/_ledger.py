@@ -129,7 +129,7 @@ def _note_by_callback(
     sites: tuple[int, ...],
     facts: tuple[Hashable, ...],
 ) -> Array:
-    """Has the host make the note: what GPUs have is not in its memory."""
+    """Has Python make the note, where there is no custom call."""
     del facts
     importances, *_ = lax.optimization_barrier((importances, *after))
     note = functools.partial(_note_on_host, ledger, sites)

@@ -66,9 +66,9 @@ add_library(dafjax_cuda MODULE
   device_pool/device_pool.cu device_pool/entry_packer.cu device_pool/host_packer.cu
   device_pool/mapped_memory.cu device_pool/note_queue.cu device_pool/told_entries.cu
   ffi/affine_checks.cc ffi/bitmask_checks.cc ffi/checks.cc ffi/cuda_affine.cc
-  ffi/cuda_bitmask.cc ffi/cuda_facts.cc ffi/cuda_pool.cc ffi/cuda_reduce.cc
-  ffi/cuda_tie.cc ffi/pool_checks.cc ffi/reduction_checks.cc ffi/reduction_timing.cc
-  ffi/tied_buffers.cc)
+  ffi/cuda_bitmask.cc ffi/cuda_facts.cc ffi/cuda_ledger.cc ffi/cuda_pool.cc
+  ffi/cuda_reduce.cc ffi/cuda_tie.cc ffi/pool_checks.cc ffi/reduction_checks.cc
+  ffi/reduction_timing.cc ffi/tied_buffers.cc ledger/device_notes.cu)
 set_target_properties(dafjax_cuda PROPERTIES
   CUDA_ARCHITECTURES "${architectures}"
   CUDA_RUNTIME_LIBRARY Static

@@ -54,6 +54,19 @@ std::string DimensionsToString(ffi::AnyBuffer::Dimensions dimensions) {
   return text + "]";
 }
 
+ffi::ErrorOr<int64_t> CheckRowsOfSites(const std::string& call, const char* name,
+                                       int64_t num_sites,
+                                       const ffi::Buffer<ffi::F32>& buffer) {
+  const auto dimensions = buffer.dimensions();
+  if (dimensions.size() < 1 || dimensions.back() != num_sites + 1) {
+    return ffi::Unexpected(InvalidArgument(
+        call, std::string(name) + " must be [*batch, " + std::to_string(num_sites + 1) +
+                  "] for so many sites, but has dimensions " +
+                  DimensionsToString(dimensions) + "."));
+  }
+  return static_cast<int64_t>(buffer.element_count()) / (num_sites + 1);
+}
+
 ffi::Error InvalidArgument(const std::string& call, const std::string& message) {
   return ffi::Error::InvalidArgument(call + ": " + message);
 }

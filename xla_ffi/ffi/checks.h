@@ -39,6 +39,11 @@ xla::ffi::Error CheckBuffer(const std::string& call, const char* name,
                             xla::ffi::DataType dtype, const char* dtype_name,
                             const xla::ffi::AnyBuffer& like, int64_t last);
 
+// The number of rows of a buffer [*batch, num_sites + 1].
+xla::ffi::ErrorOr<int64_t> CheckRowsOfSites(
+    const std::string& call, const char* name, int64_t num_sites,
+    const xla::ffi::Buffer<xla::ffi::F32>& buffer);
+
 xla::ffi::Error InvalidArgument(const std::string& call, const std::string& message);
 
 // Says why RowsOf(buffer) gives nothing.

@@ -13,7 +13,7 @@ struct XLA_FFI_CallFrame;
 // The custom calls on NVIDIA GPUs, as handlers.h describes those of the CPU: the same
 // operands, results, attributes and bytes. They only enqueue kernels, but for
 // time_reductions. Those on memory that XLA has planned can be captured into CUDA graphs;
-// those of page pools cannot.
+// those of page pools and ledgers cannot.
 extern "C" {
 
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pack_affine(XLA_FFI_CallFrame* call_frame);
@@ -27,10 +27,14 @@ DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_tie(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_put(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_get(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_note(XLA_FFI_CallFrame* call_frame);
+DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_ledger_note(XLA_FFI_CallFrame* call_frame);
 
 // Pools of pages are in the library of the CPU: where its pool::FindAttachablePool is, and
 // a PackBytesFunction (device_pool/device_pool.h).
 DAFJAX_EXPORT void dafjax_cuda_serve_pools(void* finder, void* pack_bytes);
+
+// So are ledgers: where its NoteInLedger is.
+DAFJAX_EXPORT void dafjax_cuda_serve_ledgers(void* note);
 
 // What a GPU is, for those who ask through ctypes.
 struct DafjaxCudaDevice {

@@ -5,6 +5,7 @@
 
 #include "cuda/kernels.h"
 #include "device_pool/device_pool.h"
+#include "ffi/checks.h"
 #include "ffi/cuda_handlers.h"
 #include "ffi/device_stream.h"
 #include "ffi/pool_checks.h"
@@ -115,16 +116,13 @@ ffi::Error PoolNoteHandler(Stream stream, ffi::Buffer<ffi::F32> sensitivities,
                            int64_t pool_hash, ffi::Span<const int64_t> sites) {
   const std::string call = "pool_note";
   const int64_t num_sites = static_cast<int64_t>(sites.size());
-  if (ffi::Error error = CheckSensitivities(call, num_sites, sensitivities);
-      error.failure()) {
-    return error;
-  }
+  const auto num_rows =
+      CheckRowsOfSites(call, "sensitivities", num_sites, sensitivities);
+  if (num_rows.has_error()) return num_rows.error();
   const auto found = FindPool(call, pool_hash);
   if (found.has_error()) return found.error();
-  const int64_t num_rows =
-      static_cast<int64_t>(sensitivities.element_count()) / (num_sites + 1);
   const pool::Status status = found->on_device->Note(
-      stream, sensitivities.typed_data(), num_rows, sites.begin(), num_sites);
+      stream, sensitivities.typed_data(), *num_rows, sites.begin(), num_sites);
   if (!status.ok()) return ErrorOf(call, status);
   return Enqueued(call, ClearOnDevice(stream, done->untyped_data(),
                                       static_cast<int64_t>(done->size_bytes())));

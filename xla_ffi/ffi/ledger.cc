@@ -2,12 +2,10 @@
 
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <string>
 
 #include "ffi/checks.h"
 #include "ffi/handlers.h"
-#include "pool/by_hash.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace dafjax {
@@ -20,21 +18,10 @@ ffi::Error LedgerNoteHandler(ffi::Buffer<ffi::F32> importances, ffi::RemainingAr
                              int64_t ledger_hash, ffi::Span<const int64_t> sites) {
   const std::string call = "ledger_note";
   const int64_t num_sites = static_cast<int64_t>(sites.size());
-  const auto dimensions = importances.dimensions();
-  if (dimensions.size() < 1 || dimensions.back() != num_sites + 1) {
-    return InvalidArgument(call, "importances must be [*batch, " +
-                                     std::to_string(num_sites + 1) +
-                                     "] for so many sites, but has dimensions " +
-                                     DimensionsToString(dimensions) + ".");
-  }
-  // A program may outlive what its bits are adapted by. Then nobody wants to know.
-  const std::shared_ptr<Ledger> found =
-      ByHash<Ledger>::All().Find(static_cast<uint64_t>(ledger_hash));
-  if (found != nullptr) {
-    const int64_t count = static_cast<int64_t>(importances.element_count());
-    found->Note(sites.begin(), num_sites, importances.typed_data(),
-                count / (num_sites + 1));
-  }
+  const auto num_rows = CheckRowsOfSites(call, "importances", num_sites, importances);
+  if (num_rows.has_error()) return num_rows.error();
+  NoteInLedger(static_cast<uint64_t>(ledger_hash), sites.begin(), num_sites,
+               importances.typed_data(), *num_rows);
   std::memset(done->untyped_data(), 0, done->size_bytes());
   return ffi::Error::Success();
 }

@@ -7,6 +7,7 @@
 #include "cpu/instruction_sets.h"
 #include "cpu/kernels.h"
 #include "cpu/paged_words.h"
+#include "ffi/checks.h"
 #include "ffi/handlers.h"
 #include "ffi/helpers.h"
 #include "ffi/pool_checks.h"
@@ -209,15 +210,12 @@ ffi::Error PoolNoteHandler(ffi::Buffer<ffi::F32> sensitivities, ffi::RemainingAr
                            ffi::Span<const int64_t> sites) {
   const std::string call = "pool_note";
   const int64_t n = static_cast<int64_t>(sites.size()) + 1;
-  if (ffi::Error error = CheckSensitivities(call, n - 1, sensitivities);
-      error.failure()) {
-    return error;
-  }
+  const auto num_rows = CheckRowsOfSites(call, "sensitivities", n - 1, sensitivities);
+  if (num_rows.has_error()) return num_rows.error();
   const auto found = FindPool(call, pool_hash);
   if (found.has_error()) return found.error();
   const float* values = sensitivities.typed_data();
-  const int64_t count = static_cast<int64_t>(sensitivities.element_count());
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < *num_rows * n; ++i) {
     if (i % n == n - 1) {
       (*found)->NoteGradient(values[i]);
     } else {

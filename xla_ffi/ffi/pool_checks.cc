@@ -65,18 +65,6 @@ ffi::Error CheckPut(const std::string& call, int64_t bits, int64_t max_bits,
   return CheckRounding(call, stochastic, seed);
 }
 
-ffi::Error CheckSensitivities(const std::string& call, int64_t num_sites,
-                              const ffi::Buffer<ffi::F32>& sensitivities) {
-  const auto dimensions = sensitivities.dimensions();
-  if (dimensions.size() >= 1 && dimensions.back() == num_sites + 1) {
-    return ffi::Error::Success();
-  }
-  return InvalidArgument(call, "sensitivities must be [*batch, " +
-                                   std::to_string(num_sites + 1) +
-                                   "] for so many sites, but has dimensions " +
-                                   DimensionsToString(dimensions) + ".");
-}
-
 ffi::Error NoSuchPool(const std::string& call) {
   return ffi::Error(
       ffi::ErrorCode::kFailedPrecondition,

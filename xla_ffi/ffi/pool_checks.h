@@ -26,14 +26,10 @@ xla::ffi::ErrorOr<Entries> CheckEntries(const std::string& call, const char* val
                                         const xla::ffi::AnyBuffer& handles,
                                         int64_t block_size, int64_t columns);
 
-// The checks below return success, or an error that begins with `call`.
+// Success, or an error that begins with `call`.
 xla::ffi::Error CheckPut(const std::string& call, int64_t bits, int64_t max_bits,
                          int64_t block_size, int64_t stochastic,
                          const xla::ffi::AnyBuffer& seed);
-
-xla::ffi::Error CheckSensitivities(
-    const std::string& call, int64_t num_sites,
-    const xla::ffi::Buffer<xla::ffi::F32>& sensitivities);
 
 // That of a pool that is not in this process.
 xla::ffi::Error NoSuchPool(const std::string& call);

@@ -1,8 +1,11 @@
 #include "ledger/ledger.h"
 
 #include <cmath>
+#include <cstdint>
+#include <memory>
 #include <utility>
 
+#include "pool/by_hash.h"
 #include "pool/running_mean.h"
 
 namespace dafjax {
@@ -45,6 +48,12 @@ Measured Ledger::Take() {
   taken.notes = std::exchange(notes_, 0);
   taken.refused = std::exchange(refused_, 0);
   return taken;
+}
+
+void NoteInLedger(uint64_t ledger, const int64_t* sites, int64_t num_sites,
+                  const float* rows, int64_t num_rows) noexcept {
+  const std::shared_ptr<Ledger> found = ByHash<Ledger>::All().Find(ledger);
+  if (found != nullptr) found->Note(sites, num_sites, rows, num_rows);
 }
 
 }  // namespace dafjax

@@ -59,6 +59,14 @@ class Ledger {
   int64_t refused_ = 0;
 };
 
+// Adds rows to the ledger with the name of this hash. A program may outlive what its bits
+// are adapted by: if there is no such ledger any more, nobody wants to know.
+void NoteInLedger(uint64_t ledger, const int64_t* sites, int64_t num_sites,
+                  const float* rows, int64_t num_rows) noexcept;
+
+// NoteInLedger for another library.
+using NoteFunction = decltype(&NoteInLedger);
+
 }  // namespace dafjax
 
 #endif  // DAFJAX_LEDGER_LEDGER_H_

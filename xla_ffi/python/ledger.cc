@@ -32,20 +32,18 @@ std::shared_ptr<Ledger> MakeLedger(const std::string& name,
 
 using Rows = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
-// What the custom call does, for platforms whose memory is not the host's.
+// What the custom call does, for platforms that have none.
 void NoteLedger(uint64_t ledger, const std::vector<uint64_t>& sites, const Rows& rows) {
   const auto num_sites = static_cast<int64_t>(sites.size());
   if (rows.ndim() != 2 || rows.shape(1) != num_sites + 1) {
     throw py::value_error("`rows` must be [m, " + std::to_string(num_sites + 1) +
                           "] for so many sites.");
   }
-  const std::shared_ptr<Ledger> found = ByHash<Ledger>::All().Find(ledger);
-  if (found == nullptr) return;
   const std::vector<int64_t> hashes(sites.begin(), sites.end());
   const float* const data = rows.data();
   const int64_t num_rows = rows.shape(0);
   const py::gil_scoped_release release;
-  found->Note(hashes.data(), num_sites, data, num_rows);
+  NoteInLedger(ledger, hashes.data(), num_sites, data, num_rows);
 }
 
 py::dict Take(Ledger& self) {
@@ -70,6 +68,9 @@ void AddLedger(py::module_& m) {
       .def("take", &Take, "Returns the sums and begins anew.");
   m.def("note_ledger", &NoteLedger, py::arg("ledger"), py::arg("sites"), py::arg("rows"),
         "Adds rows of importances and a squared norm, if there is still such a ledger.");
+  m.def(
+      "note_function", [] { return reinterpret_cast<uintptr_t>(&NoteInLedger); },
+      "The address of the function by which the CUDA library adds to ledgers.");
 }
 
 }  // namespace dafjax

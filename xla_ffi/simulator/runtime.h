@@ -31,7 +31,11 @@ inline constexpr cudaError_t cudaErrorHostMemoryNotRegistered = 713;
 inline constexpr cudaError_t cudaErrorLaunchFailure = 719;
 inline constexpr cudaError_t cudaErrorNotPermitted = 800;
 
-enum cudaMemcpyKind { cudaMemcpyDeviceToDevice, cudaMemcpyHostToDevice };
+enum cudaMemcpyKind {
+  cudaMemcpyDeviceToDevice,
+  cudaMemcpyHostToDevice,
+  cudaMemcpyDeviceToHost,
+};
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 enum cudaDeviceAttr {
   cudaDevAttrCanMapHostMemory,
