@@ -62,22 +62,14 @@ def _means_of_rows(sample: Array) -> RowMeans:
     sample = sample.astype(jnp.float32)
     num_examples, count = sample.shape
     num_rows = -(-count // _LONGEST_ROW)
-    length = -(-count // num_rows)
+    # What is left over is less than there are rows.
+    length = count // num_rows
+    rows = sample[:, : num_rows * length].reshape(num_examples * num_rows, length)
+    differences = rows - rows[:, :1]
     # A quotient behind the sums would be another kernel.
-    share: Any = 1 / length
-    if num_rows > 1:
-        # The last row is shorter than others by less than there are rows: they count
-        # alike.
-        padding = [(0, 0, 0), (0, length * num_rows - count, 0)]
-        sample = lax.pad(sample, jnp.float32(0), padding)
-        sample = sample.reshape(num_examples, num_rows, length)
-        there = (jnp.arange(length * num_rows) < count).astype(jnp.float32)
-        there = there.reshape(num_rows, length)
-        share = there / jnp.sum(there, axis=1, keepdims=True)
-    differences = sample - sample[..., :1]
-    terms = (share * sample, share * differences, share * differences**2)
+    terms = (x * (1 / length) for x in (rows, differences, differences**2))
     zeros = 3 * (jnp.float32(0),)
-    return RowMeans(*lax.reduce(terms, zeros, _add, (sample.ndim - 1,)))
+    return RowMeans(*lax.reduce(tuple(terms), zeros, _add, (1,)))
 
 
 def _add(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
