@@ -6,8 +6,9 @@
 #   bash benchmarks/gpu.sh --dry --out FILE   tiny sizes on the CPU, in a minute
 #
 # It needs Python with JAX for CUDA, nvcc, and dafjax: PYTHON=.../python where that is
-# installed, else it is built from this checkout into build/gpu. What does not work is
-# said, and left out of the result; bytes that differ from the CPU's end it with an error.
+# installed, else it is built from this checkout into build/gpu. What does not work, or
+# finds no time any more, is said, and left out of the result; bytes that differ from the
+# CPU's end it with an error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,6 +25,9 @@ done
 python="${PYTHON:-python3}"
 parts="$(mktemp -d)"
 trap 'rm -rf "$parts"' EXIT
+# Modules come from there in this order, and not from the folder that this runs in, where
+# dafjax may not be built.
+export PYTHONSAFEPATH=1
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 # As much as is needed, and no more: processes follow each other.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -40,15 +44,29 @@ if ! "$python" -c 'import dafjax._native._cpu' 2> "$parts/import.log"; then
     ${capability:+--config-settings=cmake.define.DAFJAX_CUDA_ARCHITECTURES=$capability-real} .
   # The library out of build/gpu, benchmarks and models out of the checkout.
   export PYTHONPATH="$PWD/build/gpu:$PYTHONPATH"
+  "$python" -c 'import dafjax._native._cpu'
 fi
 "$python" -m dafjax doctor || true
 
+# Prints how many of so many seconds are left for a part, of all that there are.
+left() {
+  local rest=$((530 - SECONDS))
+  echo $((rest < $1 ? rest : $1))
+}
+
 # Runs a part, at most so many seconds of it.
 part() {
-  local seconds="$1" name="$2"
+  local seconds name="$2" status=0
+  seconds="$(left "$1")"
   shift 2
   echo "== $name"
-  timeout "$seconds" "$python" -m "benchmarks.$name" "$@"
+  if [ "$seconds" -gt 0 ]; then
+    timeout "$seconds" "$python" -m "benchmarks.$name" "$@" || status=$?
+  else
+    status=124
+  fi
+  [ "$status" -ne 124 ] || echo "$name: there was no more time."
+  return "$status"
 }
 
 if $dry; then
@@ -61,16 +79,17 @@ if $dry; then
     --gpt2-width 32 --gpt2-heads 2 --gpt2-batch 2 --gpt2-length 64 --rounds 2 \
     --out "$parts/steps.json"
 else
-  part 120 on_gpu.same_bytes --out "$parts/same_bytes.json"
+  part 120 on_gpu.same_bytes --out "$parts/same_bytes.json" || [ $? -eq 124 ]
   part 60 on_gpu.throughput --out "$parts/throughput.json" || true
-  part 40 reductions --out "$parts/reductions.json" || true
-  part 180 on_gpu.steps --out "$parts/steps.json" || true
-  if command -v nvcc > /dev/null; then
+  part 240 on_gpu.steps --out "$parts/steps.json" || true
+  part 60 reductions --out "$parts/reductions.json" || true
+  if command -v nvcc > /dev/null && [ "$(left 60)" -eq 60 ]; then
     echo "== CUB"
-    timeout 60 nvcc -O3 -std=c++17 -arch=native benchmarks/on_gpu/cub.cu \
+    timeout 40 nvcc -O3 -std=c++17 -arch=native benchmarks/on_gpu/cub.cu \
       -o "$parts/cub" && timeout 20 "$parts/cub" > "$parts/cub.json" \
       || rm -f "$parts/cub.json"
   fi
-  bash benchmarks/on_gpu/sanitizer.sh "$python" "$parts/sanitizer.json" || true
+  bash benchmarks/on_gpu/sanitizer.sh "$python" "$(left 120)" "$parts/sanitizer.json" \
+    || true
 fi
 "$python" -m benchmarks.on_gpu.report "$parts" --out "$out"

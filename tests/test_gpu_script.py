@@ -3,8 +3,12 @@
 import json
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +20,10 @@ from benchmarks.on_gpu import report, same_bytes, steps
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def _run(*arguments):
+def _run(*arguments, root=ROOT, python=sys.executable, **environment):
     return subprocess.run(
-        ["bash", ROOT / "benchmarks" / "gpu.sh", *arguments],
-        env={**os.environ, "PYTHON": sys.executable},
+        ["bash", root / "benchmarks" / "gpu.sh", *arguments],
+        env={**os.environ, "PYTHON": str(python), **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -44,6 +48,32 @@ def test_the_script_runs_dry(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert "cub" not in record
     assert "not measured" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_it_builds_what_is_not_installed(tmp_path):
+    """From a checkout, for the GPU that is there, with a Python that has all else."""
+    root, environment, commands = (tmp_path / n for n in ("checkout", "venv", "bin"))
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
+    for name in tracked.splitlines():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, root / name)
+    # An editable install is found by a file that is not read there.
+    venv.create(environment)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    commands.mkdir()
+    (commands / "nvidia-smi").write_text("#!/bin/sh\necho 9.0\n")
+    (commands / "nvidia-smi").chmod(0o755)
+    done = _run(
+        "--dry", "--out", str(tmp_path / "gpu.json"),
+        root=root, python=environment / "bin" / "python",
+        PATH=f"{commands}:{os.environ['PATH']}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "== building dafjax" in done.stdout
+    assert re.search(r"libdafjax_cuda.so\s+for 90-real\n", done.stdout)
 
 
 def test_an_unknown_argument_is_named():

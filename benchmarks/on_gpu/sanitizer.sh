@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
-# The kernels under the tools of compute-sanitizer, some cases each: sanitizer.sh PYTHON OUT
+# The kernels under the tools of compute-sanitizer, some cases each, in so many seconds:
+#
+#   bash benchmarks/on_gpu/sanitizer.sh PYTHON SECONDS OUT
 set -euo pipefail
 python="$1"
-out="$2"
+seconds="$2"
+out="$3"
+if [ "$seconds" -lt 30 ]; then
+  echo "compute-sanitizer: there was no more time."
+  exit 0
+fi
 if ! command -v compute-sanitizer > /dev/null; then
   echo "compute-sanitizer is not installed."
   exit 0
@@ -13,7 +20,7 @@ found=""
 for tool in memcheck racecheck synccheck; do
   echo "== compute-sanitizer, $tool"
   # Other kernels than ours are XLA's.
-  timeout 40 compute-sanitizer --tool "$tool" --kernel-regex kns=dafjax \
+  timeout $((seconds / 3)) compute-sanitizer --tool "$tool" --kernel-regex kns=dafjax \
     "$python" -m benchmarks.on_gpu.same_bytes --every 40 --out "$log.json" \
     > "$log" 2>&1 || true
   errors="$(grep -oE 'ERROR SUMMARY: [0-9]+|RACECHECK SUMMARY: [0-9]+' "$log" \

@@ -2,7 +2,9 @@
 
 A ResNet-18's training step, and the gradient of a GPT-2. Times are of interleaved
 rounds; memory is the most that the device's allocator had in use, of a process in which
-no other method ran.
+no other method ran. It loads what was compiled to be timed: XLA:GPU tries kernels out
+while it compiles, with memory of the same allocator. The result is written after each
+network.
 
 Examples:
     python -m benchmarks.on_gpu.steps
@@ -14,6 +16,7 @@ import dataclasses
 import functools
 import multiprocessing
 import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -23,7 +26,7 @@ import jax
 import tyro
 
 from benchmarks.environment import RESULTS, describe_environment, write_result
-from benchmarks.harness import Check, Contender, Meter, Timing, compare
+from benchmarks.harness import Check, Contender, compare
 from benchmarks.methods import BASELINE, make_method
 from benchmarks.tables import make_console, make_table
 from benchmarks.tegrastats import run_tegrastats
@@ -84,29 +87,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = make_console()
     environment = describe_environment()
     result: Record = {"options": dataclasses.asdict(options), "steps": []}
-    # Processes of their own come first: after this one has allocated, less is free.
-    peaks = {
-        (network, method): _peak_in_fresh_process(options, network, method)
-        for network in options.networks
-        for method in options.methods
-    }
-    with run_tegrastats() if options.jetson else nullcontext() as meter:
+    if options.jetson:
+        result["jetson"] = {}
+    with tempfile.TemporaryDirectory() as programs:
         for network in options.networks:
-            timings = _time(options, network, meter)
-            records = [
-                {
-                    "network": network,
-                    "label": make_method(method, bits=options.bits).label,
-                    **peaks[network, method],
-                    **dataclasses.asdict(timing),
-                }
-                for method, timing in timings.items()
-            ]
+            records, jetson = _in_fresh_process(programs, time_steps, options, network)
+            for record in records:
+                record |= _in_fresh_process(
+                    programs, measure_peak, options, network, record["method"]
+                )
             result["steps"] += records
+            if options.jetson:
+                result["jetson"][network] = jetson
+            write_result(options.out, environment, result)
             console.print(_table(network, records))
-        if meter is not None:
-            result["jetson"] = meter.record()
-    write_result(options.out, environment, result)
     console.print(f"Written to {options.out}.", markup=False)
 
 
@@ -135,37 +129,63 @@ def make_step(
     return compiled, functools.partial(compiled, *gradient.draw())
 
 
-def _peak_in_fresh_process(options: Options, network: Name, method: str) -> Record:
+def _in_fresh_process(
+    programs: str, function: Callable[..., Any], *arguments: Any
+) -> Any:
+    """Calls a function in another process, which finds programs in that folder."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(measure_peak, options, network, method).result()
+    with ProcessPoolExecutor(
+        1, context, initializer=_keep_programs, initargs=(programs,)
+    ) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _keep_programs(folder: str) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def time_steps(options: Options, network: Name) -> tuple[list[Record], Record | None]:
+    """Returns the time and the planned memory of each method's step.
+
+    And on Jetsons, what `tegrastats` has told meanwhile.
+    """
+    steps = {method: make_step(options, network, method) for method in options.methods}
+    contenders = {
+        method: Contender(
+            take_step, {"loss": Check(_LOSS_TOLERANCE, extract=lambda out: out[0])}
+        )
+        for method, (_, take_step) in steps.items()
+    }
+    baseline = BASELINE if BASELINE in options.methods else options.methods[0]
+    with run_tegrastats() if options.jetson else nullcontext() as meter:
+        timings = compare(
+            contenders, baseline=baseline, rounds=options.rounds, meter=meter
+        )
+    records = [
+        {
+            "network": network,
+            "method": method,
+            "label": make_method(method, bits=options.bits).label,
+            "temp_nbytes": memory.temp_nbytes(compiled),
+            "argument_nbytes": compiled.memory_analysis().argument_size_in_bytes,
+            **dataclasses.asdict(timings[method]),
+        }
+        for method, (compiled, _) in steps.items()
+    ]
+    return records, None if meter is None else meter.record()
 
 
 def measure_peak(options: Options, network: Name, method: str) -> Record:
     """Takes steps; the device's peak is of all that this process has done."""
-    compiled, take_step = make_step(options, network, method)
+    _, take_step = make_step(options, network, method)
     losses = [float(take_step()[0]) for _ in range(_NUM_LOSSES)]
     stats = jax.devices()[0].memory_stats()
+    # CPUs do not tell.
     return {
-        "method": method,
         "losses": losses,
-        "temp_nbytes": memory.temp_nbytes(compiled),
-        "argument_nbytes": compiled.memory_analysis().argument_size_in_bytes,
-        # CPUs do not tell.
         "peak_nbytes": stats["peak_bytes_in_use"] if stats else None,
     }
-
-
-def _time(options: Options, network: Name, meter: Meter | None) -> dict[str, Timing]:
-    contenders = {
-        method: Contender(
-            make_step(options, network, method)[1],
-            {"loss": Check(_LOSS_TOLERANCE, extract=lambda out: out[0])},
-        )
-        for method in options.methods
-    }
-    baseline = BASELINE if BASELINE in options.methods else options.methods[0]
-    return compare(contenders, baseline=baseline, rounds=options.rounds, meter=meter)
 
 
 def _table(network: str, records: Sequence[Record]) -> Any:
