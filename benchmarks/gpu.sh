@@ -80,7 +80,7 @@ if $dry; then
     --out "$parts/steps.json"
 else
   part 120 on_gpu.same_bytes --out "$parts/same_bytes.json" || [ $? -eq 124 ]
-  part 60 on_gpu.throughput --out "$parts/throughput.json" || true
+  part 100 on_gpu.throughput --out "$parts/throughput.json" || true
   part 240 on_gpu.steps --out "$parts/steps.json" || true
   part 60 reductions --out "$parts/reductions.json" || true
   if command -v nvcc > /dev/null && [ "$(left 60)" -eq 60 ]; then
