@@ -20,6 +20,7 @@ from dafjax._schedule.steps import Unpacking
 from dafjax._schedule.stored import can_be_apart, parts_in
 from dafjax._schedule.values import Values
 from dafjax._trace.residuals import differentiate
+from dafjax.codecs import Affine
 from dafjax.policies import CompressDots, CompressExpensive, CompressNames
 from dafjax.stores import Arrays
 from tests import networks
@@ -79,6 +80,12 @@ def example(key, depth=3):
     return params, jax.random.normal(key, (32, 8, 8, 32))
 
 
+def explicit_mlp_loss(params, x):
+    """That of the MLP on a mesh with explicit axes: each device has all weights."""
+    whole = jax.sharding.PartitionSpec()
+    return networks.mlp_loss(jax.tree.map(lambda w: jax.reshard(w, whole), params), x)
+
+
 def gradient(loss, *arguments, **options):
     return jax.jit(jax.grad(dafjax.remat_compress(loss, **options)))(*arguments)
 
@@ -101,7 +108,7 @@ class TestGradients:
     """They are those of the whole but for the order in which sums are taken."""
 
     def test_of_convolutions_and_norms(self, key, as_on_gpu, joined, monkeypatch):
-        params, x = example(key)
+        params, x = example(key, 2)
         got = gradient(networks.conv_loss, params, x)
         assert set(as_on_gpu) == {2}
         # What goes on stays in parts to the end.
@@ -272,9 +279,13 @@ class TestGradients:
         mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
         rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
         params, x = example(key, 2)
-        got = gradient(networks.conv_loss, params, jax.device_put(x, rows))
+        # Where sums are taken in another order, other noise would be drawn.
+        policy = CompressExpensive(Affine(bits=4, rounding="nearest"))
+        shared = jax.device_put(x, rows)
+        got = gradient(networks.conv_loss, params, shared, policy=policy)
         assert set(as_on_gpu) == {2}
-        assert_close(got, gradient(networks.conv_loss, params, x), 1e-4)
+        expected = gradient(networks.conv_loss, params, x, policy=policy)
+        assert_close(got, expected, 1e-4)
 
     def test_cotangents_and_residuals_are_left_as_they_were(self, key, as_on_gpu):
         params, x = example(key, 2)
@@ -326,7 +337,7 @@ class TestWhereItRuns:
         params = networks.mlp_params(key)
         x = jax.random.normal(key, (512, 64))
         with jax.set_mesh(mesh):
-            gradient(networks.mlp_loss, params, jax.reshard(x, rows))
+            gradient(explicit_mlp_loss, params, jax.reshard(x, rows))
         assert as_on_gpu == []
         gradient(networks.mlp_loss, params, x)
         assert as_on_gpu
@@ -412,11 +423,10 @@ class TestMeasuredBits:
         rows = jax.sharding.PartitionSpec("data")
         params = networks.mlp_params(key, (64, 96, 96, 16))
         x = jax.random.normal(key, (num_examples, 64))
-        loss = networks.mlp_loss
-        expected = self.importances(self.step(loss), params, x)
+        expected = self.importances(self.step(networks.mlp_loss), params, x)
         with jax.set_mesh(jax.make_mesh((2,), ("data",))):
             x = jax.reshard(x, rows)
-            got = self.importances(self.step(loss), params, x)
+            got = self.importances(self.step(explicit_mlp_loss), params, x)
         # Each device makes the note.
         np.testing.assert_allclose(got, 2 * expected, rtol=0.1)
 
