@@ -146,6 +146,15 @@ def test_samples_see_the_one_token_that_has_a_cotangent(token, shape):
     )
 
 
+@pytest.mark.parametrize("token", [0, 1023, -1])
+@pytest.mark.parametrize("shape", [(1, 8192, 768), (2, 2048, 768), (8, 2048, 768)])
+def test_samples_see_one_token_of_many(token, shape):
+    """Of these lengths no rows of the sample divide without rest."""
+    x = np.zeros(shape, np.float32)
+    x[:, token] = np.sqrt(shape[1])
+    assert 0.4 < float(sample_moments(jnp.asarray(x)).mean_square) < 2.5
+
+
 def test_samples_see_the_lattice_behind_strided_convolutions():
     x = np.zeros((32, 32, 32, 8), np.float32)
     x[:, ::8, ::8] = 8.0

@@ -28,7 +28,7 @@ class Moments(NamedTuple):
 
 
 class RowMeans(NamedTuple):
-    """Means over each row of a sample, float32 `[examples]` or `[examples, rows]`.
+    """Means over each row of a sample, float32 `[rows]`.
 
     Attributes:
         value: Of the elements.
@@ -62,14 +62,22 @@ def _means_of_rows(sample: Array) -> RowMeans:
     sample = sample.astype(jnp.float32)
     num_examples, count = sample.shape
     num_rows = -(-count // _LONGEST_ROW)
-    # What is left over is less than there are rows.
-    length = count // num_rows
-    rows = sample[:, : num_rows * length].reshape(num_examples * num_rows, length)
-    differences = rows - rows[:, :1]
+    length = -(-count // num_rows)
     # A quotient behind the sums would be another kernel.
-    terms = (x * (1 / length) for x in (rows, differences, differences**2))
+    share: Any = 1 / length
+    missing = num_rows * length - count
+    if missing:
+        sample = lax.pad(sample, jnp.float32(0), [(0, 0, 0), (0, missing, 0)])
+        place = lax.broadcasted_iota(jnp.int32, sample.shape, 1)
+        of_last = jnp.where(place < count, 1 / (length - missing), 0)
+        share = jnp.where(place < (num_rows - 1) * length, share, of_last)
+        share = share.reshape(-1, length).astype(jnp.float32)
+    # In three dimensions XLA:GPU would make other kernels for what is summed.
+    rows = sample.reshape(num_examples * num_rows, length)
+    differences = rows - rows[:, :1]
+    terms = (share * rows, share * differences, share * differences**2)
     zeros = 3 * (jnp.float32(0),)
-    return RowMeans(*lax.reduce(tuple(terms), zeros, _add, (1,)))
+    return RowMeans(*lax.reduce(terms, zeros, _add, (1,)))
 
 
 def _add(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
@@ -108,18 +116,17 @@ def _moments_of_parts(parts: Sequence[RowMeans], num_values: int) -> Moments:
         _joined(xs, num_values) for xs in zip(*parts, strict=True)
     )
     variance = jnp.maximum(squared - difference**2, 0)
-    rows = tuple(range(1, value.ndim))
-    mean = jnp.mean(value, axis=rows, keepdims=True)
+    mean = jnp.mean(value, axis=1, keepdims=True)
     return Moments(
-        jnp.mean(variance + value**2, axis=rows),
-        jnp.mean(variance + (value - mean) ** 2, axis=rows),
+        jnp.mean(variance + value**2, axis=1),
+        jnp.mean(variance + (value - mean) ** 2, axis=1),
     )
 
 
 def _joined(parts: Sequence[Array], num_values: int) -> Array:
     if len(parts) == 1:
         return parts[0][None]
-    return jnp.concatenate([part.ravel() for part in parts]).reshape(num_values, -1)
+    return jnp.concatenate(parts).reshape(num_values, -1)
 
 
 def sample_moments(x: Array) -> Moments:
