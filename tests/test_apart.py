@@ -430,6 +430,21 @@ class TestMeasuredBits:
         # Each device makes the note.
         np.testing.assert_allclose(got, 2 * expected, rtol=0.1)
 
+    def test_of_examples_that_devices_share_by_type(self, key):
+        params = networks.mlp_params(key, (64, 96, 96, 16))
+        x = jax.random.normal(key, (8, 64, 64))
+        wrapped = dafjax.remat_compress(networks.mlp_loss, bits=dafjax.AverageBits(2))
+
+        def mean_gradient(params, x):
+            gradients = jax.vmap(jax.grad(wrapped), (None, 0))(params, x)
+            return jax.tree.map(lambda g: jnp.mean(g, axis=0), gradients)
+
+        expected = self.importances(dafjax.adaptive_jit(mean_gradient), params, x)
+        with jax.set_mesh(jax.make_mesh((2,), ("data",))):
+            x = jax.reshard(x, jax.sharding.PartitionSpec("data"))
+            got = self.importances(dafjax.adaptive_jit(mean_gradient), params, x)
+        np.testing.assert_allclose(got, 2 * expected, rtol=0.1)
+
 
 def plan_of_convolutions(key):
     leaves, structure = jax.tree.flatten(example(key))

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
+from jax.sharding import PartitionSpec
 
 from dafjax._native import _library
 from dafjax._native._affine import check_dtype
@@ -91,7 +92,12 @@ def _abstract_eval(
             f"`facts` as many as sites, but they are {importances.shape} and "
             f"{len(facts)}."
         )
-    return importances.update(shape=(), dtype=jnp.dtype(jnp.uint8), weak_type=False)
+    return importances.update(
+        shape=(),
+        dtype=jnp.dtype(jnp.uint8),
+        weak_type=False,
+        sharding=importances.sharding.update(spec=PartitionSpec()),
+    )
 
 
 def _attributes(
