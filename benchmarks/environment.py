@@ -51,7 +51,10 @@ def write_result(
     path.parent.mkdir(parents=True, exist_ok=True)
     end = {"load_average_at_end": list(os.getloadavg())}
     document = {"environment": environment | end, **result}
-    path.write_text(json.dumps(document, indent=1, default=_readable) + "\n")
+    # Whoever is stopped while he writes leaves what was there before.
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(document, indent=1, default=_readable) + "\n")
+    unfinished.replace(path)
 
 
 def _readable(value: Any) -> str:

@@ -306,8 +306,8 @@ BUGS_OF_LEDGERS = {
     ),
     "notes have room for anything": (
         "ledger/device_notes.cu",
-        "return note->capacity >= count;",
-        "return note != nullptr || count == 0;",
+        "const bool has_room = (*it)->capacity >= count;",
+        "const bool has_room = count > 0;",
         "address",
     ),
     # Where the device waits for the host, and the host for the lock.

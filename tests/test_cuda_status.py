@@ -141,6 +141,17 @@ def test_a_library_that_does_not_load_is_an_error_when_programs_need_it(
     _cuda_library.register.cache_clear()
 
 
+@pytest.mark.skipif(_cuda_library.find() is None, reason="it is not built")
+def test_a_library_of_another_version_is_an_error_when_programs_need_it(monkeypatch):
+    monkeypatch.setitem(_cuda_library.HANDLERS, "dafjax_new", "dafjax_cuda_new")
+    _cuda_library.register.cache_clear()
+    with pytest.raises(
+        LibraryError, match=r"another version.*dafjax_cuda_new.*Rebuild"
+    ):
+        jax.jit(pack_bitmask).trace(jnp.ones(3) > 0).lower(lowering_platforms=("cuda",))
+    _cuda_library.register.cache_clear()
+
+
 def test_without_the_extension_module_there_is_no_library(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert _cuda_library.find() is None

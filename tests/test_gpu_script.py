@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.on_gpu import report, same_bytes, steps
+from dafjax._native import _cuda_library
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -76,6 +77,24 @@ def test_it_builds_what_is_not_installed(tmp_path):
     assert re.search(r"libdafjax_cuda.so\s+for 90-real\n", done.stdout)
 
 
+def test_what_was_measured_before_is_left_if_nothing_is(tmp_path):
+    out = tmp_path / "gpu.json"
+    out.write_text("before")
+    with pytest.raises(report.NothingMeasuredError, match="same_bytes"):
+        report.main([str(tmp_path), "--out", str(out)])
+    assert out.read_text() == "before"
+
+
+def test_on_a_gpu_there_must_be_custom_calls_to_compare(tmp_path, monkeypatch):
+    class Device:
+        platform = device_kind = "gpu"
+
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
+    monkeypatch.setattr(_cuda_library, "register", lambda: False)
+    with pytest.raises(same_bytes.NoCustomCallsError, match=r"without CUDA.*doctor"):
+        same_bytes.main(["--out", str(tmp_path / "out.json")])
+
+
 def test_an_unknown_argument_is_named():
     done = _run("--wet")
     assert done.returncode == 2
@@ -119,6 +138,14 @@ def test_a_peak_is_what_the_device_tells(monkeypatch):
     assert len(record["losses"]) == 5
 
 
+def _steps(networks, ratios):
+    rows = [
+        {"network": network, "method": "compress", "ratio": {"median": ratio}}
+        for network, ratio in ratios.items()
+    ]
+    return {"options": {"networks": networks}, "steps": rows}
+
+
 @pytest.mark.parametrize(
     ("name", "part", "expected"),
     [
@@ -127,12 +154,27 @@ def test_a_peak_is_what_the_device_tells(monkeypatch):
         ("sanitizer", {"tools": {"memcheck": "3 errors"}}, ("memcheck: 3 errors", "")),
         (
             "steps",
+            _steps(["n"], {"n": 1.2}),
+            ("time of plain: n 1.200 (<= 1.1)", "no"),
+        ),
+        (
+            "steps",
+            _steps(["n", "m"], {"n": 1.05, "m": 1.0}),
+            ("time of plain: n 1.050, m 1.000 (<= 1.1)", "yes"),
+        ),
+        (
+            "steps",
+            _steps(["n", "m"], {"n": 1.05}),
+            ("time of plain: n 1.050 (<= 1.1)", "in part"),
+        ),
+        (
+            "throughput",
             {
-                "steps": [
-                    {"network": "n", "method": "compress", "ratio": {"median": 1.2}}
+                "throughput": [
+                    {"operation": "pack affine1", "fraction_of_copy": {"median": 0.9}}
                 ]
             },
-            ("time of plain: n 1.200 (<= 1.1)", "no"),
+            ("pack affine1 is the slowest, at 0.90 of a copy (>= 0.75)", "in part"),
         ),
         (
             "cub",

@@ -33,6 +33,10 @@ PARTS = {
 _STEP = 1.10
 
 
+class NothingMeasuredError(Exception):
+    """No part has left a file."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of the command line."""
@@ -52,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.on_gpu.report",
     )
     parts = {name: _read(options.folder / f"{name}.json") for name in PARTS}
+    if all(part is None for part in parts.values()):
+        raise NothingMeasuredError(
+            f"None of {', '.join(PARTS)} has a file in `{options.folder}`: there is "
+            f"nothing to write to `{options.out}`."
+        )
     rows = [(what, *summary(name, parts[name])) for name, what in PARTS.items()]
     console = make_console()
     console.print(
@@ -90,7 +99,10 @@ def _sanitizer(part: Record) -> tuple[str, str]:
 
 
 def _throughput(part: Record) -> tuple[str, str]:
-    return _split(throughput.verdict(part["throughput"]))
+    text, holds = _split(throughput.verdict(part["throughput"]))
+    measured = {record["operation"] for record in part["throughput"]}
+    missing = [name for name in throughput.CODECS if f"pack {name}" not in measured]
+    return text, _of_all(holds, missing)
 
 
 def _reductions(part: Record) -> tuple[str, str]:
@@ -107,7 +119,15 @@ def _steps(part: Record) -> tuple[str, str]:
     ours = [row for row in part["steps"] if row["method"] == "compress"]
     text = ", ".join(f"{row['network']} {row['ratio']['median']:.3f}" for row in ours)
     holds = all(row["ratio"]["median"] <= _STEP for row in ours)
-    return f"time of plain: {text} (<= {_STEP})", "yes" if holds else "no"
+    measured = {row["network"] for row in ours}
+    missing = [name for name in part["options"]["networks"] if name not in measured]
+    text = f"time of plain: {text} (<= {_STEP})"
+    return text, _of_all("yes" if holds else "no", missing)
+
+
+def _of_all(holds: str, missing: Sequence[str]) -> str:
+    """Returns whether all is as it must be: what is missing may not be."""
+    return "in part" if missing and holds == "yes" else holds
 
 
 def _split(verdict: str) -> tuple[str, str]:

@@ -26,6 +26,7 @@ from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console
 from dafjax import reductions
 from dafjax._native import (
+    _cuda_library,
     _reference as reference,
     ledger_note,
     make_ledger,
@@ -54,6 +55,10 @@ class DifferentBytesError(Exception):
     """A custom call gives other bytes on the GPU than on the CPU."""
 
 
+class NoCustomCallsError(Exception):
+    """There are no custom calls for the GPU that there is."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of the command line."""
@@ -74,6 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     environment = describe_environment()
     device = jax.devices()[0]
+    if device.platform == "gpu" and not _cuda_library.register():
+        raise NoCustomCallsError(
+            "dafjax was built without CUDA: it is `jax.numpy` on this GPU, and nothing "
+            "is there to compare. `python -m dafjax doctor` tells how to build it."
+        )
     names = []
     different = []
     for case in itertools.islice(cases(), 0, None, options.every):

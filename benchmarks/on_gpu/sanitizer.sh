@@ -6,8 +6,8 @@ set -euo pipefail
 python="$1"
 seconds="$2"
 out="$3"
-if [ "$seconds" -lt 30 ]; then
-  echo "compute-sanitizer: there was no more time."
+if [ "$seconds" -lt 60 ]; then
+  echo "compute-sanitizer: no time is left."
   exit 0
 fi
 if ! command -v compute-sanitizer > /dev/null; then
@@ -22,12 +22,12 @@ for tool in memcheck racecheck synccheck; do
   # Other kernels than ours are XLA's.
   timeout $((seconds / 3)) compute-sanitizer --tool "$tool" --kernel-regex kns=dafjax \
     "$python" -m benchmarks.on_gpu.same_bytes --every 40 --out "$log.json" \
-    > "$log" 2>&1 || true
+    > "$log" 2>&1 && status=0 || status=$?
   errors="$(grep -oE 'ERROR SUMMARY: [0-9]+|RACECHECK SUMMARY: [0-9]+' "$log" \
     | grep -oE '[0-9]+' || true)"
   case "$errors" in
     0) outcome=clean ;;
-    "") outcome="did not run" ;;
+    "") [ "$status" -eq 124 ] && outcome="not done in time" || outcome="did not run" ;;
     *) outcome="$errors errors"; tail -20 "$log" ;;
   esac
   echo "$outcome"

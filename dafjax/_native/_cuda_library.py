@@ -93,10 +93,18 @@ def register() -> bool:
     if path is None:
         return False
     library = load(path)
-    connect(library)
-    for name, function in HANDLERS.items():
-        handler = jax.ffi.pycapsule(getattr(library, function))
-        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+    try:
+        connect(library)
+        handlers = {
+            name: getattr(library, function) for name, function in HANDLERS.items()
+        }
+    except AttributeError as error:
+        raise _library.LibraryError(
+            f"The CUDA library `{path}` is of another version of dafjax: {error}. "
+            f"{_library.REBUILD}"
+        ) from error
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
     return True
 
 

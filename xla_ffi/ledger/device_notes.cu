@@ -21,12 +21,12 @@ struct DeviceNote {
   uint64_t ledger;
   std::vector<int64_t> sites;
   int64_t num_rows;
-  float* rows = nullptr;
-  int64_t capacity = 0;  // of `rows`, in numbers
+  float* rows;
+  int64_t capacity;  // of `rows`, in numbers
 };
 
-// Notes that are not under way. They are used again: to allocate pinned memory, CUDA waits
-// for the device.
+// Notes that are not under way. They are used again, and made many at a time: to allocate
+// pinned memory, CUDA may wait for all devices.
 class IdleNotes {
  public:
   // Never destroyed: the device may still be at work while the process exits.
@@ -37,23 +37,8 @@ class IdleNotes {
 
   // One with room for `count` numbers.
   Failure Take(int64_t count, DeviceNote** taken) {
-    *taken = Find(count);
-    if (*taken != nullptr) return nullptr;
-    auto made = std::make_unique<DeviceNote>();
-    made->capacity = std::max(count, kLeastCapacity);
-    const size_t nbytes = static_cast<size_t>(made->capacity) * sizeof(float);
-    void* rows = nullptr;
-    // Without the lock: the device may be at what takes it, GiveBack.
-    if (const Failure failure =
-            WhatFailed(cudaHostAlloc(&rows, nbytes, cudaHostAllocPortable))) {
-      return failure;
-    }
-    made->rows = static_cast<float*>(rows);
-    *taken = made.get();
-    const std::lock_guard<std::mutex> lock(mutex_);
-    all_.push_back(std::move(made));
-    idle_.reserve(all_.size());
-    return nullptr;
+    *taken = FindIdle(count);
+    return *taken != nullptr ? nullptr : Make(count, taken);
   }
 
   // What the host does when the device is there: it calls no CUDA, and nothing fails.
@@ -63,21 +48,53 @@ class IdleNotes {
   }
 
  private:
-  static constexpr int64_t kLeastCapacity = 1024;
+  static constexpr int64_t kCapacity = 1024;  // of most notes
+  static constexpr int64_t kAtOnce = 64;
 
-  DeviceNote* Find(int64_t count) {
+  // The smallest with enough room, or null.
+  DeviceNote* FindIdle(int64_t count) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto has_room = [=](const DeviceNote* note) { return note->capacity >= count; };
-    const auto found = std::find_if(idle_.begin(), idle_.end(), has_room);
+    auto found = idle_.end();
+    for (auto it = idle_.begin(); it != idle_.end(); ++it) {
+      const bool has_room = (*it)->capacity >= count;
+      if (!has_room) continue;
+      if (found == idle_.end() || (*it)->capacity < (*found)->capacity) found = it;
+    }
     if (found == idle_.end()) return nullptr;
     DeviceNote* const note = *found;
     idle_.erase(found);
     return note;
   }
 
+  Failure Make(int64_t count, DeviceNote** taken) {
+    const int64_t capacity = std::max(count, kCapacity);
+    const int64_t num_notes = count > kCapacity ? 1 : kAtOnce;
+    std::vector<std::unique_ptr<DeviceNote>> made;
+    for (int64_t i = 0; i < num_notes; ++i) made.push_back(std::make_unique<DeviceNote>());
+    void* memory = nullptr;
+    const size_t nbytes = static_cast<size_t>(num_notes * capacity) * sizeof(float);
+    // Without the lock: the device may be at what takes it, GiveBack.
+    if (const Failure failure =
+            WhatFailed(cudaHostAlloc(&memory, nbytes, cudaHostAllocPortable))) {
+      return failure;
+    }
+    for (int64_t i = 0; i < num_notes; ++i) {
+      made[i]->rows = static_cast<float*>(memory) + i * capacity;
+      made[i]->capacity = capacity;
+    }
+    *taken = made[0].get();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& note : made) all_.push_back(std::move(note));
+    idle_.reserve(all_.size());  // for GiveBack
+    for (int64_t i = 1; i < num_notes; ++i) {
+      idle_.push_back(all_[all_.size() - static_cast<size_t>(i)].get());
+    }
+    return nullptr;
+  }
+
   std::mutex mutex_;
   std::vector<std::unique_ptr<DeviceNote>> all_;
-  std::vector<DeviceNote*> idle_;  // has room for all
+  std::vector<DeviceNote*> idle_;
 };
 
 void RunNote(void* data) {
