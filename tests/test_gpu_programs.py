@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import dafjax
-from benchmarks import training
+from benchmarks import training, transformers
 from benchmarks.gpu_devices import GPUS, one_device
 from benchmarks.gpu_work import work_of
 from benchmarks.methods import make_method
@@ -285,6 +285,27 @@ def test_what_is_pinned_is_rearranged_behind_a_call():
 
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=one_device(GPUS[HERE]))
     assert custom_calls(jax.jit(function).lower(x).compile()) == {"dafjax_tie"}
+
+
+@pytest.mark.parametrize("device", ["H200", "Orin"])
+def test_cotangents_are_made_in_the_order_in_which_products_read_them(
+    device, monkeypatch
+):
+    """Those of queries, keys and values come out of products in another order."""
+
+    def work():
+        shape = transformers.Shape(bits=2, layers=2, width=256, heads=4, length=128)
+        gradient = shape.workload("compress", batch=8, scan=False)
+        return work_of(gradient.compile(sharding=one_device(GPUS[device])).as_text())
+
+    ordered = work()
+    jax.clear_caches()
+    monkeypatch.setattr(backward_pass, "row_major", lambda x: x)
+    turned = work()
+    # As large as what the products of a layer read, written and read again.
+    nbytes = 2 * 4 * 8 * 128 * 3 * 256
+    assert ordered.moved_nbytes < turned.moved_nbytes - nbytes
+    assert ordered.kernels < turned.kernels
 
 
 def test_measured_bits_add_little_to_a_program():

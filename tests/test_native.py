@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import pathlib
 import types
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from dafjax._native import (
     pack_affine,
     pack_bitmask,
     pin,
+    row_major,
     tie,
     unpack_affine,
     unpack_bitmask,
@@ -402,22 +404,42 @@ def test_the_status_is_a_value() -> None:
     assert library_status() == library_status()
 
 
+Identity = Callable[[jax.Array], jax.Array]
+orders = pytest.mark.parametrize("order", [pin, row_major])
+
+
+@orders
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "int4"])
-def test_what_is_pinned_stays_as_it_is(dtype: str) -> None:
+def test_an_array_whose_order_is_asked_for_stays_as_it_is(
+    order: Identity, dtype: str
+) -> None:
     x = (jnp.arange(6) % 2).reshape(2, 3).astype(dtype)
-    for got in (pin(x), jax.jit(pin)(x), jax.vmap(pin, in_axes=1, out_axes=1)(x)):
+    mapped = jax.vmap(order, in_axes=1, out_axes=1)
+    for got in (order(x), jax.jit(order)(x), mapped(x)):
         assert got.dtype == x.dtype
         np.testing.assert_array_equal(got, x)
 
 
-def test_a_key_is_not_pinned(key: jax.Array) -> None:
-    assert pin(key) is key
+@orders
+def test_a_key_has_no_order(order: Identity, key: jax.Array) -> None:
+    assert order(key) is key
 
 
-def test_derivatives_of_what_is_pinned_are_those_of_the_identity() -> None:
+@orders
+def test_derivatives_of_what_has_an_order_are_those_of_the_identity(
+    order: Identity,
+) -> None:
     x = jnp.arange(6.0)
-    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(pin(x) ** 2))(x), 2.0 * x)
-    np.testing.assert_array_equal(jax.jvp(pin, (x,), (2.0 * x,))[1], 2.0 * x)
+    gradient = jax.grad(lambda x: jnp.sum(order(x) ** 2))(x)
+    np.testing.assert_array_equal(gradient, 2.0 * x)
+    np.testing.assert_array_equal(jax.jvp(order, (x,), (2.0 * x,))[1], 2.0 * x)
+
+
+@pytest.mark.parametrize(("platform", "calls"), [("cuda", 1), ("cpu", 0), ("tpu", 0)])
+def test_an_order_is_asked_for_on_cuda_alone(platform: str, calls: int) -> None:
+    x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    lowered = jax.jit(row_major).trace(x).lower(lowering_platforms=(platform,))
+    assert lowered.as_text().count("custom_call @LayoutConstraint(") == calls
 
 
 @pytest.mark.parametrize(("platform", "calls"), [("cuda", 1), ("cpu", 0), ("tpu", 0)])

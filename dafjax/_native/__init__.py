@@ -60,5 +60,6 @@ from dafjax._native._reduction_timing import (
     ReductionCase as ReductionCase,
     time_reductions as time_reductions,
 )
+from dafjax._native._row_major import row_major as row_major
 from dafjax._native._tie import tie as tie, tie_tree as tie_tree
 from dafjax._native._tuning import Tuning as Tuning, tune_device as tune_device

@@ -14,7 +14,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from dafjax._native import pin, tie, tie_tree
+from dafjax._native import pin, row_major, tie, tie_tree
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.apart import run_apart
 from dafjax._schedule.importance import Probe
@@ -27,6 +27,7 @@ from dafjax._schedule.stretches import stretches_of
 from dafjax._schedule.ties import Ties
 from dafjax._schedule.values import Values
 from dafjax._trace.equation import Equation, evaluate, look_up
+from dafjax._trace.residuals import Program
 from dafjax._typing import ArrayTree
 from dafjax.stores import AbstractStore
 
@@ -110,6 +111,9 @@ class _RunningBackward:
         self._of_weights = {
             v for n, v in pairs if n in plan.whole_weights and ties.layouts
         }
+        self._in_rows = (
+            _read_in_rows(program) if is_apart and ties.layouts else frozenset()
+        )
         self._learn(dict(zip(program.cotangents, cotangents, strict=True)))
         self._learn(arguments)
         self._learn({v: waiting[v] for v, k in self._kept.items() if k.codec is None})
@@ -161,7 +165,10 @@ class _RunningBackward:
         if not self._ties.in_place:
             awaited.clear()
         settled = step.settled if self._ties.outgoing else ()
-        arrays = self._env.arrays(tied)
+        arrays = [
+            list(map(row_major, xs)) if v in self._in_rows else xs
+            for v, xs in zip(tied, self._env.arrays(tied), strict=True)
+        ]
         pairs = zip(tied, arrays, strict=True)
         num_tied = sum(map(len, arrays))
         values = tie(
@@ -310,6 +317,21 @@ class _RunningBackward:
 
     def _pinned(self, made: Mapping[int, Any]) -> dict[int, Any]:
         return {v: pin(x) if v in self._of_weights else x for v, x in made.items()}
+
+
+def _read_in_rows(program: Program) -> frozenset[int]:
+    """Returns what products without batch dimensions read.
+
+    Which dimensions of it are rows is another in the gradient of a weight than in that
+    of what the weight is multiplied with: both read it as it lies in row-major order.
+    """
+    products = (eqn for eqn in program.backward if eqn.primitive == "dot_general")
+    return frozenset(
+        value
+        for eqn in products
+        if not any(eqn.params["dimension_numbers"][1])
+        for value in eqn.input_values
+    )
 
 
 def _tied_values(step: Step, ties: Ties, awaited: Container[int]) -> tuple[int, ...]:

@@ -27,9 +27,10 @@ class Ties:
             random bits of all layers, wait from the start.
         results: Ties of small results with what is packed last. Without them a loss is
             put off until after the backward pass, and the logits live on.
-        layouts: The order in memory of large arguments that wait for a dependency, and
-            of their gradients. Without it XLA:GPU rearranges arguments before that, and
-            what an optimizer keeps of them.
+        layouts: The order in memory of large arguments that wait for a dependency, of
+            their gradients, and of cotangents that products read. Without it XLA:GPU
+            rearranges arguments before that, what an optimizer keeps of them, and
+            cotangents for each product.
         in_place: Waiting for the results of products, which do not come out of a tie.
             Without it XLA:CPU computes nothing in their place.
     """
