@@ -65,6 +65,7 @@ def _means_of_rows(sample: Array) -> RowMeans:
     length = -(-count // num_rows)
     # A quotient behind the sums would be another kernel.
     share: Any = 1 / length
+    # The last row is shorter than others by less than there are rows: they count alike.
     missing = num_rows * length - count
     if missing:
         sample = lax.pad(sample, jnp.float32(0), [(0, 0, 0), (0, missing, 0)])
