@@ -375,7 +375,7 @@ class TestMeasuredBits:
         np.testing.assert_allclose(got, expected, rtol=0.02)
 
     def test_gradients_are_those_of_the_whole(self, key, as_on_gpu, monkeypatch):
-        params, x = example(key)
+        params, x = example(key, 2)
         got = self.step()(params, x)
         assert as_on_gpu
         with monkeypatch.context() as patch:
