@@ -108,7 +108,7 @@ class TestGradients:
     """They are those of the whole but for the order in which sums are taken."""
 
     def test_of_convolutions_and_norms(self, key, as_on_gpu, joined, monkeypatch):
-        params, x = example(key, 2)
+        params, x = example(key)
         got = gradient(networks.conv_loss, params, x)
         assert set(as_on_gpu) == {2}
         # What goes on stays in parts to the end.
@@ -274,13 +274,15 @@ class TestGradients:
         monkeypatch.setattr(_rules, "installed_plugins", tuple)
         assert_close(got, gradients())
 
-    def test_shared_by_devices(self, key, as_on_gpu):
+    # With noise the forward passes must be equal, of which it is drawn: they are where
+    # XLA takes sums in the same order (jax 0.9.2 does not).
+    @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+    def test_shared_by_devices(self, rounding, key, as_on_gpu):
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
         rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
         params, x = example(key, 2)
-        # Where sums are taken in another order, other noise would be drawn.
-        policy = CompressExpensive(Affine(bits=4, rounding="nearest"))
+        policy = CompressExpensive(Affine(bits=2, rounding=rounding))
         shared = jax.device_put(x, rows)
         got = gradient(networks.conv_loss, params, shared, policy=policy)
         assert set(as_on_gpu) == {2}
@@ -375,7 +377,7 @@ class TestMeasuredBits:
         np.testing.assert_allclose(got, expected, rtol=0.02)
 
     def test_gradients_are_those_of_the_whole(self, key, as_on_gpu, monkeypatch):
-        params, x = example(key, 2)
+        params, x = example(key)
         got = self.step()(params, x)
         assert as_on_gpu
         with monkeypatch.context() as patch:

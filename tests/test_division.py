@@ -461,7 +461,7 @@ class TestGradients:
     """They are those of the whole but for the order in which sums are taken."""
 
     def test_of_convolutions_and_norms(self, key, monkeypatch):
-        params = networks.conv_params(key, 2, 32)
+        params = networks.conv_params(key, 3, 32)
         x = jax.random.normal(key, (32, 8, 8, 32))
         counts = counted(monkeypatch)
         got = gradient(networks.conv_loss, params, x)
@@ -568,15 +568,16 @@ class TestGradients:
         expected = jax.jit(jax.vmap(jax.grad(wrapped), (None, 0)))(params, xs)
         assert_close(got, expected, 1e-5)
 
-    def test_shared_by_devices(self, key, monkeypatch):
+    # As in test_apart.py.
+    @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+    def test_shared_by_devices(self, rounding, key, monkeypatch):
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
         rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
         params = networks.conv_params(key, 2, 32)
         x = jax.random.normal(key, (32, 8, 8, 32))
         counts = counted(monkeypatch)
-        # Where sums are taken in another order, other noise would be drawn.
-        policy = CompressExpensive(Affine(bits=4, rounding="nearest"))
+        policy = CompressExpensive(Affine(bits=2, rounding=rounding))
         shared = jax.device_put(x, rows)
         got = gradient(networks.conv_loss, params, shared, policy=policy)
         assert counts
