@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 
 
@@ -27,24 +28,81 @@ def with_auto_axes(measure: Callable[[jax.Array], Any], x: jax.Array) -> Any:
     return auto_axes(measure, axes=mesh.explicit_axes, out_sharding=whole)(x)
 
 
-def sample_elements(x: jax.Array, most: int) -> jax.Array:
+def sample_elements(x: jax.Array, most: int, longest_row: int) -> jax.Array:
     """Returns at most so many elements of an array.
 
-    They are as far apart as possible in a row that all dimensions but the first make
-    together, and see every place of each of these equally often: also the token that a
-    classification reads alone, where no other has a cotangent.
+    Their distance in memory is such that they see every place of each dimension about
+    equally often: also the token that a classification reads alone, where no other has
+    a cotangent, and the lattice that cotangents are on behind strided convolutions.
 
     Args:
-        x: An array. Its first dimension, that of examples, is as it is where devices
-            share it.
+        x: An array.
         most: The most samples, at least 1.
+        longest_row: How many at most will be summed in a row; `num_rows` of a group's
+            samples divides them without rest, if it can be.
+
+    Returns:
+        The elements, `[groups, samples]`: of groups of examples, the first dimension,
+        so that devices that share it need not exchange elements.
     """
     shape = (1, *x.shape) if x.ndim < 2 else x.shape
-    x = jnp.reshape(x, (shape[0], math.prod(shape[1:])))
-    of_examples, of_elements = sampling_strides(x.shape, most)
-    while any(math.gcd(of_elements, size) > 1 for size in shape[1:]):
-        of_elements += 1
-    return x[of_examples // 2 :: of_examples, of_elements // 2 :: of_elements]
+    groups = math.gcd(shape[0], _MOST_GROUPS)
+    # A token is seen by several samples.
+    while groups > 1 and 2 * max(shape[1:]) * groups > most:
+        groups //= 2
+    rows = jnp.reshape(x, (groups, x.size // groups))
+    if x.size <= most:
+        return rows
+    shape = (shape[0] // groups, *shape[1:])
+    distance = _distance(shape, most // groups, longest_row)
+    return rows[:, distance // 2 :: distance]
+
+
+# More devices would exchange some samples.
+_MOST_GROUPS = 16
+
+
+@functools.lru_cache(maxsize=1024)
+def _distance(shape: tuple[int, ...], most: int, longest_row: int) -> int:
+    """Returns a distance of at most so many samples of an array.
+
+    It is the first by which samples are spread evenly and divide into rows; if there is
+    none among those a quarter longer than needed, the best of them.
+    """
+    size = math.prod(shape)
+    least = -(-size // most)
+
+    def unevenness(distance: int) -> float:
+        """Returns how many times too often or too seldom a place is seen."""
+        places = np.arange(distance // 2, size, distance)
+        worst, inner = 1.0, size // shape[0]
+        for extent in shape[1:]:
+            inner //= extent
+            if extent <= len(places):
+                seen = np.bincount(places // inner % extent, minlength=extent)
+                mean = len(places) / extent
+                worst = max(worst, seen.max() / mean, mean / max(seen.min(), 0.5))
+        divide = len(places) % num_rows(len(places), longest_row) == 0
+        return worst if divide else 2 * worst
+
+    distances = range(least, least + min(64, max(4, least // 4)))
+    even = (d for d in distances if unevenness(d) < _UNEVEN)
+    return next(even, None) or min(distances, key=unevenness)
+
+
+# Three samples where four should be.
+_UNEVEN = 1.34
+
+
+def num_rows(count: int, longest: int) -> int:
+    """Returns into how many rows to divide so many elements, without rest if possible.
+
+    Args:
+        count: The number of elements, at least 1.
+        longest: The most elements of a row.
+    """
+    least = -(-count // longest)
+    return next((n for n in range(least, 4 * least) if count % n == 0), least)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import importance
 from benchmarks.importance import Gradient
-from dafjax._sampling import sample_elements
+from dafjax._sampling import num_rows, sample_elements
 from dafjax._schedule.moments import sample_moments
 from dafjax._trace.equation import Equation
 from tests.helpers import slow
@@ -146,13 +146,32 @@ def test_samples_see_the_one_token_that_has_a_cotangent(token, shape):
     )
 
 
-@pytest.mark.parametrize("token", [0, 1023, -1])
-@pytest.mark.parametrize("shape", [(1, 8192, 768), (2, 2048, 768), (8, 2048, 768)])
-def test_samples_see_one_token_of_many(token, shape):
-    """Of these lengths no rows of the sample divide without rest."""
+@pytest.mark.parametrize("token", [0, 1, 100, -1])
+@pytest.mark.parametrize(
+    ("shape", "dimension"),
+    [
+        ((1, 8192, 768), 1),
+        ((2, 2048, 768), 1),
+        ((8, 2048, 768), 1),
+        ((32, 2048, 768), 1),
+        ((256, 197, 192), 1),
+        ((8, 2048, 12, 64), 1),
+        ((8, 12, 2048, 64), 2),
+        ((128, 12, 197, 197), 2),
+    ],
+)
+def test_samples_see_one_token_of_many(token, shape, dimension):
+    """Of these arrays no samples divide into rows, or into examples, by themselves."""
     x = np.zeros(shape, np.float32)
-    x[:, token] = np.sqrt(shape[1])
+    np.moveaxis(x, dimension, 0)[token] = np.sqrt(shape[dimension])
     assert 0.4 < float(sample_moments(jnp.asarray(x)).mean_square) < 2.5
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 32, 64), (256, 4, 4, 512), (4, 256, 768)])
+def test_samples_divide_into_rows(shape):
+    """What is behind the end of a row would cost XLA:GPU kernels and memory."""
+    _, count = sample_elements(jnp.zeros(shape), 1 << 15, 1 << 10).shape
+    assert count % num_rows(count, 1 << 10) == 0
 
 
 def test_samples_see_the_lattice_behind_strided_convolutions():
@@ -167,7 +186,7 @@ def test_of_small_arrays_all_elements_count():
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 3)])
 def test_of_arrays_without_elements_there_are_no_samples(shape):
-    assert sample_elements(jnp.zeros(shape), 8).size == 0
+    assert sample_elements(jnp.zeros(shape), 8, 4).size == 0
 
 
 def test_large_values_do_not_cancel_in_their_variance(key):
@@ -180,9 +199,9 @@ def test_large_values_do_not_cancel_in_their_variance(key):
 def test_a_large_value_in_front_of_all_others_counts_as_it_is(shape, outlier, key):
     """As the first token of a language model has them."""
     x = jax.random.normal(key, shape)
-    sample = sample_elements(x, 1 << 15)
+    sample = sample_elements(x, 1 << 15, 1 << 10)
     x = jnp.where(x == sample.ravel()[0], outlier, x)
     moments = sample_moments(x)
-    sample = np.asarray(sample_elements(x, 1 << 15), np.float64)
+    sample = np.asarray(sample_elements(x, 1 << 15, 1 << 10), np.float64)
     assert float(moments.mean_square) == pytest.approx(np.mean(sample**2), rel=0.02)
     assert float(moments.variance) == pytest.approx(np.var(sample), rel=0.02)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from dafjax._sampling import sample_elements, with_auto_axes
+from dafjax._sampling import num_rows, sample_elements, with_auto_axes
 from dafjax._typing import Array
 
 
@@ -53,28 +53,30 @@ def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
     if x.size == 0:
         return RowMeans(*jnp.zeros((3, 1), jnp.float32))
     most = _NUM_ELEMENTS // num_parts
-    return with_auto_axes(lambda x: _means_of_rows(sample_elements(x, most)), x)
+    return with_auto_axes(
+        lambda x: _means_of_rows(sample_elements(x, most, _LONGEST_ROW)), x
+    )
 
 
 def _means_of_rows(sample: Array) -> RowMeans:
     if jnp.iscomplexobj(sample):
         sample = jnp.abs(sample)
     sample = sample.astype(jnp.float32)
-    num_examples, count = sample.shape
-    num_rows = -(-count // _LONGEST_ROW)
-    length = -(-count // num_rows)
+    groups, count = sample.shape
+    rows_of_group = num_rows(count, _LONGEST_ROW)
+    length = -(-count // rows_of_group)
     # A quotient behind the sums would be another kernel.
     share: Any = 1 / length
     # The last row is shorter than others by less than there are rows: they count alike.
-    missing = num_rows * length - count
+    missing = rows_of_group * length - count
     if missing:
         sample = lax.pad(sample, jnp.float32(0), [(0, 0, 0), (0, missing, 0)])
         place = lax.broadcasted_iota(jnp.int32, sample.shape, 1)
         of_last = jnp.where(place < count, 1 / (length - missing), 0)
-        share = jnp.where(place < (num_rows - 1) * length, share, of_last)
+        share = jnp.where(place < (rows_of_group - 1) * length, share, of_last)
         share = share.reshape(-1, length).astype(jnp.float32)
     # In three dimensions XLA:GPU would make other kernels for what is summed.
-    rows = sample.reshape(num_examples * num_rows, length)
+    rows = sample.reshape(groups * rows_of_group, length)
     differences = rows - rows[:, :1]
     terms = (share * rows, share * differences, share * differences**2)
     zeros = 3 * (jnp.float32(0),)
