@@ -12,7 +12,7 @@ import dafjax
 from dafjax import _rules
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule import backward_pass, parts, stretches
+from dafjax._schedule import backward_pass, moments, parts, stretches
 from dafjax._schedule.apart import run_apart
 from dafjax._schedule.rows import Rows
 from dafjax._schedule.schedule import schedule_backward
@@ -363,8 +363,15 @@ class TestMeasuredBits:
         return np.array([*importances, taken["gradient_energy"]])
 
     @pytest.mark.parametrize("most", [1, 2])
-    def test_importances_are_those_in_loops(self, key, as_on_gpu, monkeypatch, most):
+    @pytest.mark.parametrize(
+        ("samples", "tolerance"), [(1 << 30, 1e-5), (moments._NUM_ELEMENTS, 0.05)]
+    )
+    def test_importances_are_those_in_loops(
+        self, key, as_on_gpu, monkeypatch, most, samples, tolerance
+    ):
+        """Those of all elements; other parts have other samples."""
         monkeypatch.setattr(parts, "_MOST_APART", most)
+        monkeypatch.setattr(moments, "_NUM_ELEMENTS", samples)
         params, x = example(key)
         # Of which parts are not alike.
         x = jnp.where(jnp.arange(32)[:, None, None, None] < 16, x, x / 8)
@@ -372,9 +379,10 @@ class TestMeasuredBits:
         assert set(as_on_gpu) == {most}
         with monkeypatch.context() as patch:
             patch.setattr(_rules, "installed_plugins", tuple)
+            patch.setattr(moments, "_NUM_ELEMENTS", 1 << 30)
             expected = self.importances(self.step(), params, x)
         assert (got > 0).all()
-        np.testing.assert_allclose(got, expected, rtol=0.02)
+        np.testing.assert_allclose(got, expected, rtol=tolerance)
 
     def test_gradients_are_those_of_the_whole(self, key, as_on_gpu, monkeypatch):
         params, x = example(key)
