@@ -16,7 +16,7 @@ from benchmarks.methods import make_method
 from benchmarks.mlp import Workload
 from dafjax import _remat_compress, _rules
 from dafjax._native import _cuda_library, pin, tie
-from dafjax._schedule import apart, backward_pass, stretches
+from dafjax._schedule import apart, backward_pass, early_sums, stretches
 from dafjax._schedule.ties import Ties
 from dafjax.codecs import Affine, Bitmask
 from tests import networks
@@ -306,6 +306,23 @@ def test_cotangents_are_made_in_the_order_in_which_products_read_them(
     nbytes = 2 * 4 * 8 * 128 * 3 * 256
     assert ordered.moved_nbytes < turned.moved_nbytes - nbytes
     assert ordered.kernels < turned.kernels
+
+
+def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):
+    def work():
+        shape = transformers.Shape(bits=2, layers=3, width=256, heads=4, length=128)
+        gradient = shape.workload("compress", batch=8, scan=False)
+        return work_of(gradient.compile(sharding=one_device(GPUS[HERE])).as_text())
+
+    early = work()
+    jax.clear_caches()
+    monkeypatch.setattr(early_sums, "adds_operands", lambda primitive: False)
+    late = work()
+    # Two of each block; not those of the embeddings, and of what is packed last.
+    num_norms = 2 * 3 - 1
+    assert early.kernels <= late.kernels - num_norms
+    stream_nbytes = 4 * 8 * 128 * 256
+    assert early.moved_nbytes <= late.moved_nbytes - num_norms * stream_nbytes
 
 
 def test_measured_bits_add_little_to_a_program():

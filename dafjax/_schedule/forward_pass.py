@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.early_sums import Run, with_early_sums
 from dafjax._schedule.not_before import can_be_tied, not_before
 from dafjax._schedule.schedule import last_uses
 from dafjax._schedule.steps import Step
@@ -53,8 +54,8 @@ def run_forward(
     forward = _RunningForward(plan, codecs, arguments, store, ties, seed, token)
     for value in range(plan.program.num_arguments):
         forward.keep(value, -1)
-    for now, equation in enumerate(forward.equations):
-        forward.run(now, equation)
+    for now, run in enumerate(forward.runs):
+        forward.run(now, run)
     return forward.finish()
 
 
@@ -79,8 +80,9 @@ class _RunningForward:
         self._seed = seed
         self._kept = {item.value: (site, item) for site, item in enumerate(plan.kept)}
         self._codecs = codecs
-        self.equations = live_equations(plan.program.forward, [*results, *self._kept])
-        self._last_use = last_uses(self.equations, results)
+        equations = live_equations(plan.program.forward, [*results, *self._kept])
+        self.runs = with_early_sums(plan.program, equations, codecs)
+        self._last_use = last_uses([run.equation for run in self.runs], results)
         self._env: dict[int, Any] = dict(enumerate(arguments))
         self._stored: dict[int, ArrayTree] = {}
         self._pinned = plan.whole_weights if ties.layouts else frozenset()
@@ -89,12 +91,13 @@ class _RunningForward:
         # Carries the dependency on what ran to what would run at the start.
         self._token = token
 
-    def keep(self, value: int, now: int) -> None:
+    def keep(self, value: int, now: int, sums: Sequence[int] = ()) -> None:
         """Stores a value that was just made, if the plan keeps it.
 
         Args:
             value: The value.
-            now: The number of the equation that made it; -1 for arguments.
+            now: The number of the equation that ran last; -1 for arguments.
+            sums: What was summed over it.
         """
         if value not in self._kept:
             return
@@ -118,9 +121,11 @@ class _RunningForward:
             noise = sample_rounding_noise(code, self._env[value])
         leaves, structure = jax.tree.flatten((packed, noise))
         if self._ties.forward and self._last_use.get(value, -1) > now:
-            self._env[value], self._token, *leaves = tie(
-                self._env[value], self._token, *leaves
-            )
+            through = (value, *sums)
+            arrays = look_up(through, self._env)
+            *tied, self._token = tie(*leaves, *arrays, self._token)
+            leaves, arrays = tied[: len(leaves)], tied[len(leaves) :]
+            self._env.update(zip(through, arrays, strict=True))
         else:
             self._pending.extend(leaves)
         packed, noise = jax.tree.unflatten(structure, leaves)
@@ -128,8 +133,9 @@ class _RunningForward:
         handle = packed if is_brief else self._store.put(packed)
         self._stored[value] = handle if noise is None else MeasuredHandle(handle, noise)
 
-    def run(self, now: int, equation: Equation) -> None:
+    def run(self, now: int, run: Run) -> None:
         """Runs the equation of that number, and keeps what the plan keeps of it."""
+        equation = run.equation
         if not is_cheap(equation.primitive):
             # Arguments live on anyway, and a tie would copy them.
             self._tie_pending(filter(self._is_made, equation.input_values))
@@ -147,8 +153,8 @@ class _RunningForward:
             ]
         outputs = evaluate(equation, operands)
         self._env.update(zip(equation.outputs, outputs, strict=True))
-        for value in equation.outputs:
-            self.keep(value, now)
+        for place, value in enumerate(run.made):
+            self.keep(value, now, run.sums if place == 0 else ())
 
     def _tie_rectified(self, equation: Equation) -> None:
         """Ties what a mask is made of: XLA would make it again, of what it is of."""
