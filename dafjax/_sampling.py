@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,67 +31,104 @@ def with_auto_axes(measure: Callable[[jax.Array], Any], x: jax.Array) -> Any:
 def sample_elements(x: jax.Array, most: int, longest_row: int) -> jax.Array:
     """Returns at most so many elements of an array.
 
-    Their distance in memory is such that they see every place of each dimension about
+    Their distance in memory is one by which they see all places of each dimension about
     equally often: also the token that a classification reads alone, where no other has
     a cotangent, and the lattice that cotangents are on behind strided convolutions.
+    Devices that share the array exchange few of its elements.
 
     Args:
         x: An array.
         most: The most samples, at least 1.
-        longest_row: How many at most will be summed in a row; `num_rows` of a group's
-            samples divides them without rest, if it can be.
+        longest_row: Into rows of how many at most the samples will be divided: without
+            rest, if there is such a distance.
 
     Returns:
-        The elements, `[groups, samples]`: of groups of examples, the first dimension,
-        so that devices that share it need not exchange elements.
+        The elements, `[samples]`: all of the array, if it has no more.
     """
-    shape = (1, *x.shape) if x.ndim < 2 else x.shape
-    groups = math.gcd(shape[0], _MOST_GROUPS)
-    # A token is seen by several samples.
-    while groups > 1 and 2 * max(shape[1:]) * groups > most:
-        groups //= 2
-    rows = jnp.reshape(x, (groups, x.size // groups))
+    elements = jnp.reshape(x, x.size)
     if x.size <= most:
-        return rows
-    shape = (shape[0] // groups, *shape[1:])
-    distance = _distance(shape, most // groups, longest_row)
-    return rows[:, distance // 2 :: distance]
-
-
-# More devices would exchange some samples.
-_MOST_GROUPS = 16
+        return elements
+    distance = _distance(x.shape, most, longest_row)
+    return elements[distance // 2 :: distance]
 
 
 @functools.lru_cache(maxsize=1024)
 def _distance(shape: tuple[int, ...], most: int, longest_row: int) -> int:
-    """Returns a distance of at most so many samples of an array.
+    """Returns the distance of at most so many samples of an array.
 
-    It is the first by which samples are spread evenly and divide into rows; if there is
-    none among those a quarter longer than needed, the best of them.
+    Of some distances, up to a quarter longer than the shortest, it is the first by
+    which the samples are spread evenly and divide into rows, or the best.
     """
     size = math.prod(shape)
-    least = -(-size // most)
+    shortest = -(-size // most)
+    num_longer = max(3, shortest // 4)
 
-    def unevenness(distance: int) -> float:
-        """Returns how many times too often or too seldom a place is seen."""
+    def cost(distance: int) -> float:
         places = np.arange(distance // 2, size, distance)
-        worst, inner = 1.0, size // shape[0]
-        for extent in shape[1:]:
-            inner //= extent
-            if extent <= len(places):
-                seen = np.bincount(places // inner % extent, minlength=extent)
-                mean = len(places) / extent
-                worst = max(worst, seen.max() / mean, mean / max(seen.min(), 0.5))
-        divide = len(places) % num_rows(len(places), longest_row) == 0
-        return worst if divide else 2 * worst
+        rest = len(places) % num_rows(len(places), longest_row)
+        uneven = _unevenness(places, shape) * (_REST if rest else 1)
+        return uneven * distance / shortest
 
-    distances = range(least, least + min(64, max(4, least // 4)))
-    even = (d for d in distances if unevenness(d) < _UNEVEN)
-    return next(even, None) or min(distances, key=unevenness)
+    if num_longer <= _NUM_DISTANCES:
+        distances = range(shortest, shortest + num_longer + 1)
+    else:
+        # Odd, in step with no power of two.
+        spread = (num_longer * n // _NUM_DISTANCES for n in range(_NUM_DISTANCES))
+        distances = [shortest + longer | 1 for longer in spread]
+    good = (distance for distance in distances if cost(distance) < _GOOD)
+    return next(good, None) or min(distances, key=cost)
 
 
-# Three samples where four should be.
-_UNEVEN = 1.34
+# So many distances are tried, and the first is taken that costs less than that.
+_NUM_DISTANCES = 36
+_GOOD = 1.35
+
+# Samples that leave a rest are worth as much as those of a distance so much longer.
+_REST = 1.5
+
+
+def _unevenness(places: np.ndarray, shape: Sequence[int]) -> float:
+    """Returns how many times too often, or too seldom, something is seen.
+
+    That is each place of a dimension, or where there are too many of them each stretch
+    and each lattice of them; and each lattice of two neighboring dimensions.
+
+    Args:
+        places: What is seen, in row-major order.
+        shape: Of the array.
+    """
+    most = len(places) // _LEAST_SEEN
+    worst = 1.0
+
+    def count(numbers: np.ndarray, how_many: int) -> None:
+        nonlocal worst
+        if how_many <= most:
+            seen = np.bincount(numbers, minlength=how_many)
+            mean = len(numbers) / how_many
+            worst = max(worst, seen.max() / mean, mean / max(seen.min(), 0.5))
+
+    outer = None
+    inner = math.prod(shape)
+    for extent in shape:
+        inner //= extent
+        place = places // inner % extent
+        count(place, extent)
+        if extent > most > 0:
+            count(place * _STRETCHES // extent, _STRETCHES)
+            apart = 1 << most.bit_length() - 1
+            count(place[place < extent // apart * apart] % apart, apart)
+        lattice = place % _LATTICE if extent >= 2 * _LATTICE else None
+        if lattice is not None and outer is not None:
+            count(outer * _LATTICE + lattice, _LATTICE**2)
+        outer = lattice
+    return worst
+
+
+# Of less than so many samples each, counts tell nothing.
+_LEAST_SEEN = 8
+
+_STRETCHES = 64
+_LATTICE = 8
 
 
 def num_rows(count: int, longest: int) -> int:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import dafjax
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
 from dafjax._schedule.early_sums import with_early_sums
@@ -21,7 +22,7 @@ def stream(x, w):
     return jnp.tanh(x @ w) + x @ w
 
 
-def runs_of(loss, *arguments):
+def stages_of(loss, *arguments):
     program = make_plan(
         differentiate(jax.make_jaxpr(loss)(*arguments), [True] * len(arguments)),
         policy=CompressExpensive(),
@@ -29,18 +30,18 @@ def runs_of(loss, *arguments):
     )
     packed = {item.value for item in program.kept if item.codec is not None}
     equations = program.program.forward
-    runs = with_early_sums(program.program, equations, packed)
+    stages = with_early_sums(program.program, equations, packed)
     # Each once, with what is made of it.
-    assert {run.equation for run in runs} == set(equations)
-    assert len(runs) == len(equations)
-    assert sorted(v for run in runs for v in run.made) == sorted(
+    assert {stage.equation for stage in stages} == set(equations)
+    assert len(stages) == len(equations)
+    assert sorted(v for stage in stages for v in stage.made) == sorted(
         v for eqn in equations for v in eqn.outputs
     )
     known = set(range(program.program.num_arguments))
-    for run in runs:
-        assert known.issuperset(run.equation.input_values)
-        known.update(run.equation.outputs)
-    return runs
+    for stage in stages:
+        assert known.issuperset(stage.equation.input_values)
+        known.update(stage.equation.outputs)
+    return stages
 
 
 @pytest.fixture
@@ -54,14 +55,14 @@ def w(key):
 
 
 def test_a_norm_takes_its_sums_before_what_it_reads_is_packed(x, w):
-    runs = runs_of(lambda x, w: jnp.sum(jnp.sin(norm(stream(x, w)) @ w)), x, w)
-    (last,) = [now for now, run in enumerate(runs) if run.sums]
-    *before, early = runs[last - 3 : last + 1]
-    first, *others = [run.equation for run in (*before, early)]
+    stages = stages_of(lambda x, w: jnp.sum(jnp.sin(norm(stream(x, w)) @ w)), x, w)
+    (last,) = [now for now, stage in enumerate(stages) if stage.sums]
+    *before, early = stages[last - 3 : last + 1]
+    first, *others = [stage.equation for stage in (*before, early)]
     assert first.primitive == "add"
     primitives = {eqn.primitive for eqn in others}
     assert primitives in ({"reduce_sum", "square"}, {"reduce_sum", "integer_pow"})
-    assert all(run.made == () for run in before)
+    assert all(stage.made == () for stage in before)
     assert early.made[0] == first.outputs[0]
     assert len(early.sums) == 2
 
@@ -80,5 +81,29 @@ def test_a_norm_takes_its_sums_before_what_it_reads_is_packed(x, w):
     ],
 )
 def test_other_sums_stay_where_they_are(function, x, w):
-    runs = runs_of(lambda x, w: jnp.sum(jnp.sin(function(x, w))), x, w)
-    assert not any(run.sums for run in runs)
+    stages = stages_of(lambda x, w: jnp.sum(jnp.sin(function(x, w))), x, w)
+    assert not any(stage.sums for stage in stages)
+
+
+def test_what_has_an_effect_keeps_its_place(x, w):
+    """Else it would overtake what is to happen before it."""
+    said = []
+
+    def loss(x, w):
+        s = stream(x, w)
+        t = s * x
+        jax.debug.callback(lambda _: said.append("t"), jnp.sum(t), ordered=True)
+        jax.debug.callback(lambda _: said.append("s"), s, ordered=True)
+        return jnp.sum(jnp.sin(norm(s) @ w) * t)
+
+    jax.block_until_ready(jax.grad(dafjax.remat_compress(loss))(x, w))
+    jax.effects_barrier()
+    assert said == ["t", "s"]
+
+
+def test_parts_that_are_all_of_it_are_no_sum(x, w):
+    def loss(x, w):
+        parts = jnp.split(stream(x, w), 32)
+        return sum(jnp.sum(jnp.sin(part @ w)) for part in parts)
+
+    assert not any(stage.sums for stage in stages_of(loss, x, w))

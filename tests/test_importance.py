@@ -1,6 +1,7 @@
 """Importance ranks residuals as the variance of the gradient does."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from benchmarks import importance
 from benchmarks.importance import Gradient
-from dafjax._sampling import num_rows, sample_elements
+from dafjax._sampling import _distance, num_rows, sample_elements
 from dafjax._schedule.moments import sample_moments
 from dafjax._trace.equation import Equation
 from tests.helpers import slow
@@ -170,8 +171,52 @@ def test_samples_see_one_token_of_many(token, shape, dimension):
 @pytest.mark.parametrize("shape", [(64, 32, 32, 64), (256, 4, 4, 512), (4, 256, 768)])
 def test_samples_divide_into_rows(shape):
     """What is behind the end of a row would cost XLA:GPU kernels and memory."""
-    _, count = sample_elements(jnp.zeros(shape), 1 << 15, 1 << 10).shape
+    count = sample_elements(jnp.zeros(shape), 1 << 15, 1 << 10).size
     assert count % num_rows(count, 1 << 10) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((8, 1024, 128256), 1),
+        ((4, 2048, 256000), 1),
+        ((1, 1024, 8192), 8),
+        ((1, 1024, 768), 64),
+        ((1 << 24,), 1),
+        ((131072, 64), 1),
+        ((65536, 512), 1),
+        ((64, 28, 28, 96), 1),
+        ((1, 3, 224, 224, 64), 1),
+    ],
+)
+def test_samples_of_large_arrays_are_spread_along_each_dimension(shape, parts):
+    size = math.prod(shape)
+    distance = _distance(shape, (1 << 15) // parts, 1 << 10)
+    places = np.arange(distance // 2, size, distance)
+    assert 0.7 * (1 << 15) < parts * len(places) <= 1 << 15
+    for dimension, extent in zip(np.unravel_index(places, shape), shape, strict=True):
+        few = min(8, extent)
+        for numbers, how_many in (
+            (dimension, extent),
+            (dimension * few // extent, few),
+            (dimension % few, few),
+        ):
+            seen = np.bincount(numbers, minlength=how_many)
+            mean = len(places) / how_many
+            assert seen.max() < 2 * max(mean, 4)
+            assert seen.min() > 0.5 * mean or mean < 8
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(8, 128, 128, 32), (32, 64, 64, 32), (16, 128, 128, 16), (8, 256, 256, 16)],
+)
+@pytest.mark.parametrize("apart", [2, 4, 8])
+def test_samples_see_each_lattice_of_two_dimensions(shape, apart):
+    x = np.zeros(shape, np.float32)
+    x[:, ::apart, ::apart] = apart
+    moments = sample_moments(jnp.asarray(x))
+    assert float(moments.mean_square) == pytest.approx(1, rel=0.3)
 
 
 def test_samples_see_the_lattice_behind_strided_convolutions():

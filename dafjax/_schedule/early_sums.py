@@ -14,13 +14,14 @@ from dafjax._trace.primitives import adds_operands, is_elementwise, is_reduction
 from dafjax._trace.residuals import Program
 
 
-class Run(NamedTuple):
+class Stage(NamedTuple):
     """What runs next in a forward pass.
 
     Attributes:
         equation: The equation.
-        made: The values that can be packed behind it.
-        sums: Sums of the first of these, that go through its tie.
+        made: The values that can be packed behind it, also those of the stages in front
+            of it that wait for it.
+        sums: What was summed over the first of them.
     """
 
     equation: Equation
@@ -30,7 +31,7 @@ class Run(NamedTuple):
 
 def with_early_sums(
     program: Program, equations: Sequence[Equation], packed: Container[int]
-) -> tuple[Run, ...]:
+) -> tuple[Stage, ...]:
     """Returns equations in an order in which sums of what is packed come first.
 
     Args:
@@ -43,48 +44,54 @@ def with_early_sums(
         for value in dict.fromkeys(eqn.input_values):
             readers[value].append(eqn)
 
-    def elements(value: int) -> int:
-        return program.avals[value].size
+    def elements(values: Iterable[int]) -> int:
+        return sum(program.avals[v].size for v in values)
 
-    def sums(value: int) -> list[Equation]:
+    def reads_alone(eqn: Equation, value: int) -> bool:
+        return eqn.input_values == (value,) and not eqn.has_effect
+
+    def sums_of(value: int) -> list[Equation]:
         """Returns what makes little of a value alone."""
         return [
             eqn
             for eqn in readers[value]
-            if eqn.input_values == (value,)
+            if reads_alone(eqn, value)
             and not is_elementwise(eqn.primitive)
-            and all(
-                is_reduction(eqn.primitive, elements(v), elements(value))
-                for v in eqn.outputs
-            )
+            and is_reduction(eqn.primitive, elements(eqn.outputs), elements([value]))
         ]
 
-    def early(made_by: Equation) -> Iterable[Equation]:
-        """Returns sums of what is packed, and of what is made of it for them alone."""
-        value = made_by.outputs[0]
-        if value not in packed or not program.is_large(value):
-            return
-        yield from sums(value)
-        for eqn in readers[value]:
-            if eqn.input_values == (value,) and is_elementwise(eqn.primitive):
-                (terms,) = eqn.outputs
-                if terms not in packed and readers[terms] == sums(terms) != []:
-                    yield eqn
-                    yield from sums(terms)
+    def are_summed(terms: Sequence[int]) -> bool:
+        """Whether values are read by nothing but sums of them."""
+        return all(
+            v not in packed and readers[v] and readers[v] == sums_of(v) for v in terms
+        )
 
-    runs: list[Run] = []
+    def early(eqn: Equation) -> tuple[list[Equation], list[Equation]]:
+        """Returns what makes terms of what is packed, and sums of it and of them."""
+        if not adds_operands(eqn.primitive):
+            return [], []
+        (value,) = eqn.outputs
+        if value not in packed or not program.is_large(value):
+            return [], []
+        terms = [
+            e
+            for e in readers[value]
+            if reads_alone(e, value)
+            and is_elementwise(e.primitive)
+            and are_summed(e.outputs)
+        ]
+        summed = [value, *(v for e in terms for v in e.outputs)]
+        return terms, [e for v in summed for e in sums_of(v)]
+
+    stages: list[Stage] = []
     done: set[Equation] = set()
     for eqn in equations:
         if eqn in done:
             continue
-        first = list(early(eqn)) if adds_operands(eqn.primitive) else []
-        if not first:
-            runs.append(Run(eqn, eqn.outputs))
-            continue
-        done.update(first)
-        (value,) = eqn.outputs
-        made = tuple(v for e in first for v in e.outputs)
-        small = tuple(v for v in made if elements(v) < elements(value))
-        runs += [Run(e, ()) for e in (eqn, *first[:-1])]
-        runs.append(Run(first[-1], (value, *made), small))
-    return tuple(runs)
+        terms, sums = early(eqn)
+        *waiting, last = (eqn, *terms, *sums)
+        done.update((*terms, *sums))
+        made = tuple(v for e in (*waiting, last) for v in e.outputs)
+        stages += [Stage(e, ()) for e in waiting]
+        stages.append(Stage(last, made, tuple(v for e in sums for v in e.outputs)))
+    return tuple(stages)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.early_sums import Run, with_early_sums
+from dafjax._schedule.early_sums import Stage, with_early_sums
 from dafjax._schedule.not_before import can_be_tied, not_before
 from dafjax._schedule.schedule import last_uses
 from dafjax._schedule.steps import Step
@@ -54,8 +54,8 @@ def run_forward(
     forward = _RunningForward(plan, codecs, arguments, store, ties, seed, token)
     for value in range(plan.program.num_arguments):
         forward.keep(value, -1)
-    for now, run in enumerate(forward.runs):
-        forward.run(now, run)
+    for now, stage in enumerate(forward.stages):
+        forward.run(now, stage)
     return forward.finish()
 
 
@@ -81,8 +81,8 @@ class _RunningForward:
         self._kept = {item.value: (site, item) for site, item in enumerate(plan.kept)}
         self._codecs = codecs
         equations = live_equations(plan.program.forward, [*results, *self._kept])
-        self.runs = with_early_sums(plan.program, equations, codecs)
-        self._last_use = last_uses([run.equation for run in self.runs], results)
+        self.stages = with_early_sums(plan.program, equations, codecs)
+        self._last_use = last_uses([s.equation for s in self.stages], results)
         self._env: dict[int, Any] = dict(enumerate(arguments))
         self._stored: dict[int, ArrayTree] = {}
         self._pinned = plan.whole_weights if ties.layouts else frozenset()
@@ -133,9 +133,9 @@ class _RunningForward:
         handle = packed if is_brief else self._store.put(packed)
         self._stored[value] = handle if noise is None else MeasuredHandle(handle, noise)
 
-    def run(self, now: int, run: Run) -> None:
+    def run(self, now: int, stage: Stage) -> None:
         """Runs the equation of that number, and keeps what the plan keeps of it."""
-        equation = run.equation
+        equation = stage.equation
         if not is_cheap(equation.primitive):
             # Arguments live on anyway, and a tie would copy them.
             self._tie_pending(filter(self._is_made, equation.input_values))
@@ -153,8 +153,8 @@ class _RunningForward:
             ]
         outputs = evaluate(equation, operands)
         self._env.update(zip(equation.outputs, outputs, strict=True))
-        for place, value in enumerate(run.made):
-            self.keep(value, now, run.sums if place == 0 else ())
+        for value in stage.made:
+            self.keep(value, now, stage.sums if value == stage.made[0] else ())
 
     def _tie_rectified(self, equation: Equation) -> None:
         """Ties what a mask is made of: XLA would make it again, of what it is of."""

@@ -52,7 +52,7 @@ def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
     """
     if x.size == 0:
         return RowMeans(*jnp.zeros((3, 1), jnp.float32))
-    most = _NUM_ELEMENTS // num_parts
+    most = max(1, _NUM_ELEMENTS // num_parts)
     return with_auto_axes(
         lambda x: _means_of_rows(sample_elements(x, most, _LONGEST_ROW)), x
     )
@@ -62,23 +62,22 @@ def _means_of_rows(sample: Array) -> RowMeans:
     if jnp.iscomplexobj(sample):
         sample = jnp.abs(sample)
     sample = sample.astype(jnp.float32)
-    groups, count = sample.shape
-    rows_of_group = num_rows(count, _LONGEST_ROW)
-    length = -(-count // rows_of_group)
+    (count,) = sample.shape
+    rows = num_rows(count, _LONGEST_ROW)
+    length = -(-count // rows)
     # A quotient behind the sums would be another kernel.
     share: Any = 1 / length
     # The last row is shorter than others by less than there are rows: they count alike.
-    missing = rows_of_group * length - count
+    missing = rows * length - count
     if missing:
-        sample = lax.pad(sample, jnp.float32(0), [(0, 0, 0), (0, missing, 0)])
-        place = lax.broadcasted_iota(jnp.int32, sample.shape, 1)
+        sample = lax.pad(sample, jnp.float32(0), [(0, missing, 0)])
+        place = lax.iota(jnp.int32, rows * length)
         of_last = jnp.where(place < count, 1 / (length - missing), 0)
-        share = jnp.where(place < (rows_of_group - 1) * length, share, of_last)
-        share = share.reshape(-1, length).astype(jnp.float32)
-    # In three dimensions XLA:GPU would make other kernels for what is summed.
-    rows = sample.reshape(groups * rows_of_group, length)
-    differences = rows - rows[:, :1]
-    terms = (share * rows, share * differences, share * differences**2)
+        share = jnp.where(place < (rows - 1) * length, share, of_last)
+        share = share.reshape(rows, length).astype(jnp.float32)
+    sample = sample.reshape(rows, length)
+    differences = sample - sample[:, :1]
+    terms = (share * sample, share * differences, share * differences**2)
     zeros = 3 * (jnp.float32(0),)
     return RowMeans(*lax.reduce(terms, zeros, _add, (1,)))
 
