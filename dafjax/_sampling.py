@@ -140,26 +140,3 @@ def num_rows(count: int, longest: int) -> int:
     """
     least = -(-count // longest)
     return next((n for n in range(least, 4 * least) if count % n == 0), least)
-
-
-@functools.lru_cache(maxsize=1024)
-def sampling_strides(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Returns how far apart at most so many samples are, dimension by dimension.
-
-    Odd numbers, in step with no power of two: behind strided convolutions cotangents
-    are on a lattice, of which 8 samples in a row see every place. Along all dimensions
-    alike: where they differ is not known.
-
-    Args:
-        shape: Of the array.
-        most: The most samples, at least 1.
-    """
-    strides = [1] * len(shape)
-
-    def num_samples(dimension: int) -> int:
-        return -(-shape[dimension] // strides[dimension])
-
-    dimensions = range(len(shape))
-    while math.prod(map(num_samples, dimensions)) > most:
-        strides[max(dimensions, key=num_samples)] += 2
-    return tuple(strides)

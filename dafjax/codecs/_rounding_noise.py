@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dafjax._sampling import sampling_strides, with_auto_axes
+from dafjax._sampling import with_auto_axes
 from dafjax._typing import Array
 from dafjax.codecs._affine import Affine
 from dafjax.codecs._rows import to_rows
@@ -58,6 +58,28 @@ def _some_blocks(affine: Affine, x: Array) -> jax.Array:
     x = x[:, : size // length * length]
     x = lax.reshape(x, (count, size // length, length, channels))
     number = (count, size // length, channels)
-    of_rows, of_blocks, of_channels = sampling_strides(number, _NUM_BLOCKS)
+    of_rows, of_blocks, of_channels = _strides(number, _NUM_BLOCKS)
     x = x[::of_rows, ::of_blocks, :, ::of_channels]
     return jnp.moveaxis(x, 2, -1).reshape(-1, length)
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Returns how far apart at most so many samples are, dimension by dimension.
+
+    Odd numbers, in step with no power of two; along all dimensions alike, for where
+    they differ is not known.
+
+    Args:
+        shape: Of the array.
+        most: The most samples, at least 1.
+    """
+    strides = [1] * len(shape)
+
+    def num_samples(dimension: int) -> int:
+        return -(-shape[dimension] // strides[dimension])
+
+    dimensions = range(len(shape))
+    while math.prod(map(num_samples, dimensions)) > most:
+        strides[max(dimensions, key=num_samples)] += 2
+    return tuple(strides)
