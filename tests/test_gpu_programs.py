@@ -287,21 +287,22 @@ def test_what_is_pinned_is_rearranged_behind_a_call():
     assert custom_calls(jax.jit(function).lower(x).compile()) == {"dafjax_tie"}
 
 
+def work_of_transformer(device, *, layers):
+    """Returns the work of a GPT-2's gradient, its blocks in a Python loop."""
+    shape = transformers.Shape(bits=2, layers=layers, width=256, heads=4, length=128)
+    gradient = shape.workload("compress", batch=8, scan=False)
+    return work_of(gradient.compile(sharding=one_device(GPUS[device])).as_text())
+
+
 @pytest.mark.parametrize("device", ["H200", "Orin"])
 def test_cotangents_are_made_in_the_order_in_which_products_read_them(
     device, monkeypatch
 ):
     """Those of queries, keys and values come out of products in another order."""
-
-    def work():
-        shape = transformers.Shape(bits=2, layers=2, width=256, heads=4, length=128)
-        gradient = shape.workload("compress", batch=8, scan=False)
-        return work_of(gradient.compile(sharding=one_device(GPUS[device])).as_text())
-
-    ordered = work()
+    ordered = work_of_transformer(device, layers=2)
     jax.clear_caches()
     monkeypatch.setattr(backward_pass, "row_major", lambda x: x)
-    turned = work()
+    turned = work_of_transformer(device, layers=2)
     # As large as what the products of a layer read, written and read again.
     nbytes = 2 * 4 * 8 * 128 * 3 * 256
     assert ordered.moved_nbytes < turned.moved_nbytes - nbytes
@@ -309,15 +310,10 @@ def test_cotangents_are_made_in_the_order_in_which_products_read_them(
 
 
 def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):
-    def work():
-        shape = transformers.Shape(bits=2, layers=3, width=256, heads=4, length=128)
-        gradient = shape.workload("compress", batch=8, scan=False)
-        return work_of(gradient.compile(sharding=one_device(GPUS[HERE])).as_text())
-
-    early = work()
+    early = work_of_transformer(HERE, layers=3)
     jax.clear_caches()
     monkeypatch.setattr(early_sums, "adds_operands", lambda primitive: False)
-    late = work()
+    late = work_of_transformer(HERE, layers=3)
     # Two of each block; not those of the embeddings, and of what is packed last.
     num_norms = 2 * 3 - 1
     assert early.kernels <= late.kernels - num_norms
