@@ -75,8 +75,12 @@ def _distance(shape: tuple[int, ...], most: int, longest_row: int) -> int:
         # Odd, in step with no power of two.
         spread = (num_longer * n // _NUM_DISTANCES for n in range(_NUM_DISTANCES))
         distances = [shortest + longer | 1 for longer in spread]
-    good = (distance for distance in distances if cost(distance) < _GOOD)
-    return next(good, None) or min(distances, key=cost)
+    costs: dict[int, float] = {}
+    for distance in distances:
+        costs[distance] = cost(distance)
+        if costs[distance] < _GOOD:
+            break
+    return min(costs, key=costs.__getitem__)
 
 
 # So many distances are tried, and the first is taken that costs less than that.
