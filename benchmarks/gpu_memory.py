@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import rich.table
 import tyro
 
@@ -37,12 +38,18 @@ PROGRAMS: Mapping[str, Callable[[str, int], Any]] = {
     "resnet18-256": lambda name, bits: training.Workload(
         make_method(name, bits=bits), batch=256
     ),
+    "resnet18-256-bfloat16": lambda name, bits: training.Workload(
+        make_method(name, bits=bits), batch=256, dtype=jnp.bfloat16
+    ),
     "gpt2-loop": lambda name, bits: transformers.Shape(bits=bits).workload(
         name, batch=4, scan=False
     ),
     "gpt2-scan": lambda name, bits: transformers.Shape(bits=bits).workload(
         name, batch=4, scan=True
     ),
+    "gpt2-loop-bfloat16": lambda name, bits: transformers.Shape(
+        bits=bits, dtype="bfloat16"
+    ).workload(name, batch=4, scan=False),
 }
 
 _CHECKPOINT = "remat_full"
@@ -64,6 +71,9 @@ GOALS: Mapping[str, Goal] = {
     "resnet18-256": Goal(0.20, 0.50),
     "gpt2-loop": Goal(1 / 8),
     "gpt2-scan": Goal(1 / 8),
+    # What waits in plain programs is half as large, and dafjax's codes are as large.
+    "resnet18-256-bfloat16": Goal(0.30, 0.65),
+    "gpt2-loop-bfloat16": Goal(1 / 8),
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any, final
 import jax
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 import dafjax
 from benchmarks.methods import Method
@@ -45,16 +46,20 @@ class Workload:
         method: What is wrapped, and how it is compiled.
         batch: Images in a step.
         width: Filters of the first stage.
+        dtype: What the model computes in.
     """
 
     method: Method
     batch: int
     width: int = 64
+    dtype: DTypeLike = np.float32
 
     @property
     def task(self) -> ImageClassification:
         """What is learned; its images are drawn by `random_batch`."""
-        return classify_images("resnet18", _NO_IMAGES, width=self.width)
+        return classify_images(
+            "resnet18", _NO_IMAGES, width=self.width, dtype=self.dtype
+        )
 
     @property
     def model(self) -> ResNet:

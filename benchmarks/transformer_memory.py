@@ -158,9 +158,17 @@ def _time(options: Options, meter: Meter | None = None) -> dict[str, Timing]:
     for name in options.methods:
         workload = options.workload(name, batch=options.batch, scan=options.scan[0])
         compiled = workload.compile()
+        of_adapters = {}
+        if options.lora_rank:
+            # Of the norm of all gradients they may be a ten thousandth.
+            of_adapters["adapters"] = Check(
+                workload.method.gradient_tolerance,
+                extract=lambda out: out[1]["lora"],
+            )
         contenders[name] = Contender(
             run=functools.partial(compiled, *arguments),
             checks={
+                **of_adapters,
                 "loss": Check(_LOSS_TOLERANCE, extract=lambda out: out[0]),
                 "gradient": Check(
                     workload.method.gradient_tolerance, extract=lambda out: out[1]

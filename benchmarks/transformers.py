@@ -42,6 +42,8 @@ class Shape:
     """Positions whose logits GPT-2's loss makes at a time; 0: all logits at once."""
     lora_rank: int = 0
     """Rank of the adapters, everything else frozen; 0: all weights are trained."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in; weights are float32."""
     bits: int = 2
     """Bits of the compressing methods."""
 
@@ -61,6 +63,7 @@ class Shape:
             vocabulary=self.vocabulary,
             scan_layers=scan,
             lora_rank=self.lora_rank,
+            dtype=jnp.dtype(self.dtype),
         )
         return Workload(
             make_method(method, bits=self.bits), config, batch, self.length, self.chunk

@@ -110,7 +110,6 @@ _ONLY_OF = {
     "size": _TRANSFORMERS,
     "lora": _TRANSFORMERS,
     "scan_layers": _TRANSFORMERS,
-    "dtype": _TRANSFORMERS,
     "length": _TRANSFORMERS,
 }
 
@@ -133,7 +132,8 @@ class TrainConfig:
             other data first.
         pretraining_epochs: Passes over that other data.
         scan_layers: Whether a transformer's blocks are one scan instead of a loop.
-        dtype: What a transformer computes in.
+        dtype: What a model computes in; weights, statistics, logits and losses are
+            float32.
         data: Data set: digits, cifar10, cifar100, image-folder for ResNets;
             docstrings (of which package is a sentence?), masked-docstrings, sst2, mrpc,
             stsb for RoBERTa; docstrings (what comes next?), sources, e2e, webnlg for

@@ -12,6 +12,7 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from models.checks import check_sizes
 from models.wrapping import WrapBlock, no_wrapping
@@ -30,6 +31,8 @@ class ResNetConfig:
             of the paper), `"imagenet"` a strided 7x7 convolution and a max-pool.
         block: `"basic"` is two 3x3 convolutions, `"bottleneck"` one between two 1x1
             that make it four times narrower than what passes between blocks (figure 5).
+        dtype: What is computed in: float32 or bfloat16. Weights, statistics of norms,
+            and logits are float32 in any case.
     """
 
     stage_sizes: tuple[int, ...]
@@ -37,6 +40,7 @@ class ResNetConfig:
     num_filters: int = 64
     stem: Literal["cifar", "imagenet"] = "cifar"
     block: Literal["basic", "bottleneck"] = "basic"
+    dtype: DTypeLike = jnp.float32
 
     def __post_init__(self) -> None:
         if not self.stage_sizes or min(self.stage_sizes) < 1:
@@ -60,15 +64,24 @@ class ResNetConfig:
         return ("params",)
 
 
-def _batch_norm(train: bool, name: str, **options: object) -> nn.BatchNorm:
+def _batch_norm(
+    train: bool, dtype: DTypeLike, name: str, **options: object
+) -> nn.BatchNorm:
     # Momentum 0.9 lets the running statistics settle within some thirty steps, so
     # that short runs evaluate on them sensibly.
     return nn.BatchNorm(
-        use_running_average=not train, momentum=0.9, epsilon=1e-5, name=name, **options
+        use_running_average=not train,
+        momentum=0.9,
+        epsilon=1e-5,
+        dtype=dtype,
+        name=name,
+        **options,
     )
 
 
-def _conv(num_filters: int, size: int, strides: int, name: str) -> nn.Conv:
+def _conv(
+    num_filters: int, size: int, strides: int, dtype: DTypeLike, name: str
+) -> nn.Conv:
     margin = size // 2
     return nn.Conv(
         num_filters,
@@ -76,6 +89,7 @@ def _conv(num_filters: int, size: int, strides: int, name: str) -> nn.Conv:
         strides=(strides, strides),
         padding=[(margin, margin), (margin, margin)],
         use_bias=False,
+        dtype=dtype,
         kernel_init=nn.initializers.he_normal(),
         name=name,
     )
@@ -91,19 +105,22 @@ class ResidualBlock(nn.Module):
     num_filters: int
     strides: int
     train: bool
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         # x: [batch, height, width, channels]
-        y = _conv(self.num_filters, 3, self.strides, "conv1")(x)
-        y = nn.relu(_batch_norm(self.train, "norm1")(y))
-        y = _conv(self.num_filters, 3, 1, "conv2")(y)
+        y = _conv(self.num_filters, 3, self.strides, self.dtype, "conv1")(x)
+        y = nn.relu(_batch_norm(self.train, self.dtype, "norm1")(y))
+        y = _conv(self.num_filters, 3, 1, self.dtype, "conv2")(y)
         # A zero scale makes each block an identity at the start, which trains faster:
         # Goyal et al., https://arxiv.org/abs/1706.02677, section 5.1.
-        y = _batch_norm(self.train, "norm2", scale_init=nn.initializers.zeros)(y)
+        y = _batch_norm(
+            self.train, self.dtype, "norm2", scale_init=nn.initializers.zeros
+        )(y)
         if x.shape != y.shape:
-            x = _conv(self.num_filters, 1, self.strides, "shortcut")(x)
-            x = _batch_norm(self.train, "shortcut_norm")(x)
+            x = _conv(self.num_filters, 1, self.strides, self.dtype, "shortcut")(x)
+            x = _batch_norm(self.train, self.dtype, "shortcut_norm")(x)
         return nn.relu(x + y)
 
 
@@ -117,19 +134,22 @@ class BottleneckBlock(nn.Module):
     num_filters: int
     strides: int
     train: bool
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         # x: [batch, height, width, channels]
-        y = _conv(self.num_filters, 1, 1, "conv1")(x)
-        y = nn.relu(_batch_norm(self.train, "norm1")(y))
-        y = _conv(self.num_filters, 3, self.strides, "conv2")(y)
-        y = nn.relu(_batch_norm(self.train, "norm2")(y))
-        y = _conv(4 * self.num_filters, 1, 1, "conv3")(y)
-        y = _batch_norm(self.train, "norm3", scale_init=nn.initializers.zeros)(y)
+        y = _conv(self.num_filters, 1, 1, self.dtype, "conv1")(x)
+        y = nn.relu(_batch_norm(self.train, self.dtype, "norm1")(y))
+        y = _conv(self.num_filters, 3, self.strides, self.dtype, "conv2")(y)
+        y = nn.relu(_batch_norm(self.train, self.dtype, "norm2")(y))
+        y = _conv(4 * self.num_filters, 1, 1, self.dtype, "conv3")(y)
+        y = _batch_norm(
+            self.train, self.dtype, "norm3", scale_init=nn.initializers.zeros
+        )(y)
         if x.shape != y.shape:
-            x = _conv(4 * self.num_filters, 1, self.strides, "shortcut")(x)
-            x = _batch_norm(self.train, "shortcut_norm")(x)
+            x = _conv(4 * self.num_filters, 1, self.strides, self.dtype, "shortcut")(x)
+            x = _batch_norm(self.train, self.dtype, "shortcut_norm")(x)
         return nn.relu(x + y)
 
 
@@ -156,17 +176,20 @@ class ResNet(nn.Module):
                     num_filters=self.config.num_filters * 2**stage,
                     strides=2 if stage > 0 and index == 0 else 1,
                     train=train,
+                    dtype=self.config.dtype,
                     name=f"stage{stage + 1}_block{index + 1}",
                 )(x)
+        if x.dtype == jnp.bfloat16:
+            x = x.astype(jnp.float32)
         x = jnp.mean(x, axis=(1, 2))  # [batch, channels]
         return nn.Dense(self.config.num_classes, name="head")(x)
 
     def _stem(self, images: jax.Array, train: bool) -> jax.Array:
         if self.config.stem == "cifar":
-            x = _conv(self.config.num_filters, 3, 1, "stem")(images)
-            return nn.relu(_batch_norm(train, "stem_norm")(x))
-        x = _conv(self.config.num_filters, 7, 2, "stem")(images)
-        x = nn.relu(_batch_norm(train, "stem_norm")(x))
+            x = _conv(self.config.num_filters, 3, 1, self.config.dtype, "stem")(images)
+            return nn.relu(_batch_norm(train, self.config.dtype, "stem_norm")(x))
+        x = _conv(self.config.num_filters, 7, 2, self.config.dtype, "stem")(images)
+        x = nn.relu(_batch_norm(train, self.config.dtype, "stem_norm")(x))
         return nn.max_pool(x, (3, 3), strides=(2, 2), padding=[(1, 1), (1, 1)])
 
 

@@ -16,6 +16,7 @@ from benchmarks.methods import make_method
 from benchmarks.mlp import Workload
 from dafjax import _remat_compress, _rules
 from dafjax._native import _cuda_library, pin, tie
+from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule import apart, backward_pass, early_sums, stretches
 from dafjax._schedule.ties import Ties
 from dafjax.codecs import Affine, Bitmask
@@ -287,9 +288,11 @@ def test_what_is_pinned_is_rearranged_behind_a_call():
     assert custom_calls(jax.jit(function).lower(x).compile()) == {"dafjax_tie"}
 
 
-def work_of_transformer(device, *, layers):
+def work_of_transformer(device, *, layers, **options):
     """Returns the work of a GPT-2's gradient, its blocks in a Python loop."""
-    shape = transformers.Shape(bits=2, layers=layers, width=256, heads=4, length=128)
+    shape = transformers.Shape(
+        bits=2, layers=layers, width=256, heads=4, length=128, **options
+    )
     gradient = shape.workload("compress", batch=8, scan=False)
     return work_of(gradient.compile(sharding=one_device(GPUS[device])).as_text())
 
@@ -307,6 +310,20 @@ def test_cotangents_are_made_in_the_order_in_which_products_read_them(
     nbytes = 2 * 4 * 8 * 128 * 3 * 256
     assert ordered.moved_nbytes < turned.moved_nbytes - nbytes
     assert ordered.kernels < turned.kernels
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_weight_that_is_converted_waits_in_the_kernel_that_converts_it(monkeypatch):
+    """It is read in float32 there, and written in bfloat16, and no more."""
+    waits_inside = work_of_transformer(HERE, layers=2, dtype="bfloat16")
+    jax.clear_caches()
+    monkeypatch.setattr(ProgramPlan, "weights_as_read", ProgramPlan.whole_weights)
+    waits_before = work_of_transformer(HERE, layers=2, dtype="bfloat16")
+    # Of each block: read and written in float32 once more.
+    num_weights, num_elements = 4 * 2, 12 * 256 * 256 * 2
+    assert waits_inside.kernels <= waits_before.kernels - num_weights
+    less_moved = waits_before.moved_nbytes - waits_inside.moved_nbytes
+    assert less_moved >= 2 * 4 * num_elements
 
 
 def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):

@@ -277,9 +277,10 @@ class TestAtRunTime:
         pool.budget = None
         assert _distance(gradient(p, x), exact) == pytest.approx(errors[0], rel=0.1)
 
-    def test_a_budget_for_scales_and_minima_alone_gives_block_means(self, pool, key):
+    @pytest.mark.parametrize("parts", [1, 2])
+    def test_a_budget_for_scales_and_minima_alone_gives_means(self, pool, key, parts):
         p, x = _example(key, batch=2048, widths=(256, 512, 512))
-        gradient = _gradient(pool, bits=8)
+        gradient = _gradient(pool, bits=8, max_parts=parts)
         jax.block_until_ready(gradient(p, x))
         nbytes = pool.stats().nbytes
         pool.budget = int(0.1 * nbytes)

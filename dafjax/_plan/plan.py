@@ -1,5 +1,6 @@
 """What is kept of one traced function, and how: its plan, with bytes."""
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, final
@@ -7,6 +8,7 @@ from typing import Any, final
 import jax
 
 from dafjax._trace.equation import Equation
+from dafjax._trace.primitives import converts
 from dafjax._trace.residuals import Program
 from dafjax.codecs import AbstractCodec
 
@@ -99,3 +101,21 @@ class ProgramPlan:
         """The large arguments that the backward pass reads whole."""
         large = filter(self.program.is_large, self.arguments)
         return frozenset(large) - self.slices
+
+    @property
+    def weights_as_read(self) -> frozenset[int]:
+        """Those arguments; of one that is only read converted, what it is converted to.
+
+        As weights of float32 in a model that computes in bfloat16.
+        """
+        readers: dict[int, list[Equation]] = collections.defaultdict(list)
+        for eqn in {*self.program.backward, *self.recomputed.values()}:
+            for value in dict.fromkeys(eqn.input_values):
+                readers[value].append(eqn)
+        found: set[int] = set()
+        for weight in self.whole_weights:
+            if all(converts(eqn.primitive) for eqn in readers[weight]):
+                found.update(v for eqn in readers[weight] for v in eqn.outputs)
+            else:
+                found.add(weight)
+        return frozenset(found)

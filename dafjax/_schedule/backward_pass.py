@@ -108,9 +108,10 @@ class _RunningBackward:
         self._probe = Probe(plan, noise) if self._measured else None
         moving = [number for number, moves in enumerate(program.perturbed) if moves]
         pairs = zip(moving, program.gradients, strict=True)
-        self._of_weights = {
-            v for n, v in pairs if n in plan.whole_weights and ties.layouts
-        }
+        of_weights = {v for n, v in pairs if n in plan.whole_weights}
+        self._pinned = (
+            plan.weights_as_read | of_weights if ties.layouts else frozenset()
+        )
         self._in_rows = (
             _read_in_rows(program) if is_apart and ties.layouts else frozenset()
         )
@@ -191,10 +192,7 @@ class _RunningBackward:
         if not self._ties.arguments:
             return self._env
         late = {v: not_before(self._token, self._env[v]) for v in delayed}
-        if self._ties.layouts:
-            weights = self._plan.whole_weights
-            late = {v: pin(x) if v in weights else x for v, x in late.items()}
-        return collections.ChainMap(late, self._env)
+        return collections.ChainMap(self._in_order(late), self._env)
 
     def _run_step(self, step: Step) -> None:
         at_hand = self._at_hand(step.delayed)
@@ -245,7 +243,7 @@ class _RunningBackward:
             )
         self._see_in_parts(samples, packed)
         self._of_loops.update(loop.results)
-        self._learn(self._pinned(made))
+        self._learn(self._in_order(made))
 
     def _run_apart(
         self, division: Division, loop: Loop, at_hand: MutableMapping[int, Any]
@@ -266,7 +264,7 @@ class _RunningBackward:
             )
         self._token = made.token
         self._see_in_parts(made.samples, packed)
-        self._learn(self._pinned(made.sums))
+        self._learn(self._in_order(made.sums))
         if division.stays_in_parts:
             self._env.put_parts(made.results, division.rows)
         else:
@@ -313,10 +311,10 @@ class _RunningBackward:
         outputs = evaluate(equation, look_up(equation.inputs, at_hand))
         # What is kept is taken from what was kept, never recomputed.
         made = zip(equation.outputs, outputs, strict=True)
-        self._learn(self._pinned({v: x for v, x in made if v not in self._kept}))
+        self._learn(self._in_order({v: x for v, x in made if v not in self._kept}))
 
-    def _pinned(self, made: Mapping[int, Any]) -> dict[int, Any]:
-        return {v: pin(x) if v in self._of_weights else x for v, x in made.items()}
+    def _in_order(self, made: Mapping[int, Any]) -> dict[int, Any]:
+        return {v: pin(x) if v in self._pinned else x for v, x in made.items()}
 
 
 def _read_in_rows(program: Program) -> frozenset[int]:

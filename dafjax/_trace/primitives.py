@@ -195,6 +195,11 @@ def is_reduction(primitive: str, num_elements: int, reduced_from: int) -> bool:
 _REDUCTION = 16
 
 
+def converts(primitive: str) -> bool:
+    """Returns whether the result is the operand in another dtype."""
+    return primitive == "convert_element_type"
+
+
 def keeps_elements(primitive: str) -> bool:
     """Returns whether elements are moved, repeated or negated, and no more."""
     return primitive in _ELEMENT_KEEPING

@@ -43,7 +43,8 @@ def choose_task(config: TrainConfig) -> Task:
     """
     if config.family == "resnet":
         dataset = data.load(config.data, directory=config.data_dir, seed=config.seed)
-        return classify_images(config.model, dataset, width=config.width)
+        dtype = jnp.dtype(config.dtype)
+        return classify_images(config.model, dataset, width=config.width, dtype=dtype)
     tokenizer = _tokenizer(config)
     if config.family == "gpt2":
         return _language(config, tokenizer)

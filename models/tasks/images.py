@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from models import resnet
 from models.data import Dataset
@@ -73,15 +74,19 @@ MODELS: Mapping[str, Any] = {
 }
 
 
-def classify_images(model: str, dataset: Dataset, *, width: int) -> ImageClassification:
+def classify_images(
+    model: str, dataset: Dataset, *, width: int, dtype: DTypeLike = jnp.float32
+) -> ImageClassification:
     """Returns the task of a data set.
 
     Args:
         model: One of `MODELS`.
         dataset: What to classify.
         width: Filters of the first stage.
+        dtype: What the model computes in.
     """
     config = MODELS[model](
+        dtype=dtype,
         num_classes=dataset.num_classes,
         num_filters=width,
         # A stem for small images keeps their size.

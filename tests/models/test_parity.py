@@ -102,6 +102,7 @@ def ours(config, folder, inputs):
     like = abstract_variables(config)
     if jax.config.jax_enable_x64:
         like = jax.tree.map(in_double, like)
+        config = dataclasses.replace(config, dtype=np.float64)
     variables = weights.load(folder, config, like)
     params = variables.pop("params")
 

@@ -1,5 +1,6 @@
 """The residual network: its size, its shapes, and that it learns."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ from models import resnet, step
 from models.data import ArraySplit
 from models.tasks.images import ImageClassification
 from models.tasks.task import ACCURACY
+from tests.helpers import relative_error
 
 
 TINY = resnet.resnet18(num_filters=8)
@@ -62,6 +64,30 @@ def test_the_logits_have_one_row_per_image_and_one_column_per_class(stem, side, 
     )
     assert logits.shape == (3, 7)
     assert logits.dtype == jnp.float32
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_bfloat16_is_close_and_keeps_weights_and_logits_in_float32(key):
+    config = resnet.resnet18(num_filters=8)
+    images = jax.random.normal(key, (4, 16, 16, 3))
+
+    def init_and_apply(config):
+        model = resnet.ResNet(config)
+        variables = model.init(key, images, train=True)
+        return variables, model.apply(
+            variables, images, train=True, mutable=["batch_stats"]
+        )
+
+    variables, (logits, updated) = init_and_apply(config)
+    half_variables, (half_logits, half_updated) = init_and_apply(
+        dataclasses.replace(config, dtype=jnp.bfloat16)
+    )
+    jax.tree.map(np.testing.assert_array_equal, variables, half_variables)
+    assert {x.dtype for x in jax.tree.leaves(half_updated)} == {jnp.dtype("float32")}
+    assert half_logits.dtype == jnp.float32
+    assert 1e-4 < relative_error(half_logits, logits) < 0.05
+    errors = jax.tree.leaves(jax.tree.map(relative_error, half_updated, updated))
+    assert max(errors) < 0.05
 
 
 @pytest.mark.parametrize(
