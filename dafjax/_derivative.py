@@ -18,6 +18,7 @@ from dafjax._plan.segments import cut
 from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule
 from dafjax._trace.bodies import has_bodies, with_wrapped_bodies
 from dafjax._trace.equation import look_up
+from dafjax._trace.finishing import finish_early
 from dafjax._trace.graph import mark_as_wrapped
 from dafjax._trace.residuals import (
     differentiate,
@@ -113,7 +114,7 @@ def _with_rule(
         # Wrapped functions inside this one are traced here. The outermost decides:
         # their residuals are part of this plan.
         with _absorbing():
-            program = differentiate(source, perturbed)
+            program = finish_early(differentiate(source, perturbed))
         plan = make_plan(
             program,
             policy=options.policy,

@@ -249,7 +249,7 @@ def divisions(plan):
 def test_what_is_read_whole_is_not_there_in_parts(function, mixes):
     x = jnp.ones((64, 256))
     program = differentiate(jax.make_jaxpr(function)(x, x), [False, False])
-    levels = division._Levels(program, 64)
+    levels = division._Levels(program, 64, finishing=())
     assert levels.add(Unpacking(0))
     assert all(map(levels.add, program.forward))
     assert levels.mixes_rows == mixes

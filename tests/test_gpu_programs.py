@@ -14,7 +14,7 @@ from benchmarks.gpu_devices import GPUS, one_device
 from benchmarks.gpu_work import work_of
 from benchmarks.methods import make_method
 from benchmarks.mlp import Workload
-from dafjax import _remat_compress, _rules
+from dafjax import _derivative, _remat_compress, _rules
 from dafjax._native import _cuda_library, pin, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule import apart, backward_pass, early_sums, stretches
@@ -324,6 +324,20 @@ def test_a_weight_that_is_converted_waits_in_the_kernel_that_converts_it(monkeyp
     assert waits_inside.kernels <= waits_before.kernels - num_weights
     less_moved = waits_before.moved_nbytes - waits_inside.moved_nbytes
     assert less_moved >= 2 * 4 * num_elements
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_products_make_gradients_of_weights_in_the_dtype_of_the_weights(monkeypatch):
+    """They are in float32, and were written in bfloat16 before that."""
+    in_float32 = work_of_transformer(HERE, layers=2, dtype="bfloat16")
+    jax.clear_caches()
+    monkeypatch.setattr(_derivative, "finish_early", lambda program: program)
+    converted = work_of_transformer(HERE, layers=2, dtype="bfloat16")
+    num_weights, num_elements = 4 * 2, 12 * 256 * 256 * 2
+    assert in_float32.kernels <= converted.kernels - num_weights
+    # Written and read once less, of four bytes for an element less two.
+    less_moved = converted.moved_nbytes - in_float32.moved_nbytes
+    assert less_moved >= 2 * num_elements
 
 
 def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):

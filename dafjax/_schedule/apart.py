@@ -19,7 +19,7 @@ import jax
 from dafjax._native import tie_tree
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.moments import RowMeans, sample_rows
-from dafjax._schedule.one_part import run_pieces, tie_waiting
+from dafjax._schedule.one_part import finish_sums, run_pieces, tie_waiting
 from dafjax._schedule.steps import Division, Loop, Unpacking, written
 from dafjax._schedule.values import Values
 from dafjax._typing import Array, ArrayTree
@@ -118,6 +118,8 @@ class _Running:
             self._sums[value] = part[value] if known is None else known + part[value]
         results = {v: part[v] for v in self._results}
         count = self._division.num_parts
+        if number == count - 1:
+            finish_sums(self._loop, self._sums)
         samples = {v: sample_rows(part[v], count) for v in self._samples}
         self._sums, results, samples = self._wait_for((self._sums, results, samples))
         for value, x in results.items():

@@ -10,7 +10,7 @@ on a sum comes in another loop behind it, in which what is cheap is computed aga
 norm takes one loop for its sums, and one for the gradient of what it normalized.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import final
 
 from dafjax._plan.plan import ProgramPlan
@@ -46,6 +46,7 @@ def divide(
     """
     program = plan.program
     pieces = list(_pieces(stretch))
+    finishing = {step.equation for step in stretch if step.finishes}
     unpacked = [piece.value for piece in pieces if isinstance(piece, Unpacking)]
     large = [v for v in unpacked if program.is_large(v)]
     there = {v: in_parts[v] for v in read_in(stretch) if v in in_parts}
@@ -55,7 +56,7 @@ def divide(
     ((num_rows,),) = shapes
     rows = parts.rows(large, there.values())
     is_divided = rows.num_parts > 1
-    levels = _Levels(program, num_rows)
+    levels = _Levels(program, num_rows, finishing)
     if not (is_divided or parts.are_apart) or not all(map(levels.add, pieces)):
         return None
     if levels.mixes_rows:
@@ -104,14 +105,20 @@ class _Levels:
     What needs none is of level 0 and runs in the first loop.
     """
 
-    def __init__(self, program: Program, num_rows: int) -> None:
+    def __init__(
+        self, program: Program, num_rows: int, finishing: Container[Equation | None]
+    ) -> None:
         self._program = program
         self._num_rows = num_rows
+        self._is_finishing = finishing
         # The level of what is made in parts alone, and of what is made as a whole.
         self._level_of_parts: dict[int, int] = {}
         self._level_of_whole: dict[int, int] = {}
         self._by_rows: list[Unpacking | Equation] = []
         self._sums: list[tuple[int, Equation]] = []
+        # What finishes sums; and the levels of loops that make sums or finish them.
+        self._finishing: list[tuple[int, Equation]] = []
+        self._level_of_sum: dict[int, int] = {}
         self._others: list[tuple[int, Unpacking | Equation]] = []
         self._sources: dict[Equation, set[int]] = {}
         # What equations that run in parts read of which only the part is there, and
@@ -180,6 +187,7 @@ class _Levels:
             by_rows=tuple(by_rows),
             sources=tuple(sources),
             sums=sums,
+            finishing=tuple(eqn for at, eqn in self._finishing if at == level),
             results=results,
             replaced=self._replaced(results, [v for v in sources if v not in later]),
         )
@@ -192,6 +200,8 @@ class _Levels:
 
     def _add(self, eqn: Equation) -> bool:
         """Decides how an equation runs; returns whether the stretch can be divided."""
+        if eqn in self._is_finishing and self._finishes_sum(eqn):
+            return True
         reads_parts = not self._level_of_parts.keys().isdisjoint(eqn.input_values)
         is_large = self._program.is_large
         if reads_parts or any(map(is_large, eqn.outputs)):
@@ -207,11 +217,23 @@ class _Levels:
                 level = self._level_in_parts(eqn, rows)
                 self._sums.append((level, eqn))
                 self._level_of_whole.update(dict.fromkeys(eqn.outputs, level + 1))
+                self._level_of_sum.update(dict.fromkeys(eqn.outputs, level))
                 return True
         level = self._level(eqn)
         self._others.append((level, eqn))
         self._level_of_whole.update(dict.fromkeys(eqn.outputs, level))
         return not reads_parts
+
+    def _finishes_sum(self, eqn: Equation) -> bool:
+        """Returns whether what an equation reads is made of a sum; then it is added."""
+        (value,) = eqn.input_values
+        level = self._level_of_sum.get(value)
+        if level is None:
+            return False
+        self._finishing.append((level, eqn))
+        self._level_of_whole.update(dict.fromkeys(eqn.outputs, level + 1))
+        self._level_of_sum.update(dict.fromkeys(eqn.outputs, level))
+        return True
 
     @staticmethod
     def _values_only(

@@ -10,7 +10,7 @@ from jax import lax
 from dafjax._native import pin, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.moments import RowMeans, sample_rows
-from dafjax._schedule.one_part import run_pieces, tie_waiting
+from dafjax._schedule.one_part import finish_sums, run_pieces, tie_waiting
 from dafjax._schedule.steps import Division, Loop, Unpacking, written
 from dafjax._typing import Array, ArrayTree
 from dafjax.codecs import AbstractCodec
@@ -132,6 +132,7 @@ class _RunningLoop:
         """Returns the sums and the results."""
         avals = self._avals
         made = {v: x.astype(avals[v].dtype) for v, x in carry.sums.items()}
+        finish_sums(self._loop, made)
         for value, whole in zip(self._loop.results, carry.wholes, strict=True):
             made[value] = pin(whole.reshape(avals[value].shape))
         return made

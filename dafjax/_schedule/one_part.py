@@ -7,7 +7,7 @@ from typing import Any
 from dafjax._native import tie
 from dafjax._schedule.steps import Division, Loop, Unpacking
 from dafjax._trace.by_rows import evaluate_on_rows
-from dafjax._trace.equation import look_up
+from dafjax._trace.equation import evaluate, look_up
 from dafjax._typing import Array
 
 
@@ -37,6 +37,20 @@ def run_pieces(
             piece, operands, division.num_rows, division.num_rows_of_part
         )
         part.update(zip(piece.outputs, outputs, strict=True))
+
+
+def finish_sums(loop: Loop, sums: MutableMapping[int, Any]) -> None:
+    """Puts gradients in the place of sums that nothing else reads.
+
+    Args:
+        loop: What the sums are of.
+        sums: The sums, when they are there as a whole.
+    """
+    for eqn in loop.finishing:
+        outputs = evaluate(eqn, look_up(eqn.inputs, sums))
+        for value in eqn.input_values:
+            del sums[value]
+        sums.update(zip(eqn.outputs, outputs, strict=True))
 
 
 def tie_waiting(

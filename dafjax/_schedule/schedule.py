@@ -61,6 +61,7 @@ from dafjax._schedule.stretches import (
     with_lasting_parts,
 )
 from dafjax._trace.equation import Atom, Equation, values_of
+from dafjax._trace.finishing import finishing_equations
 from dafjax._trace.primitives import is_cheap, rearranges_operands
 from dafjax._trace.residuals import Program
 
@@ -124,6 +125,7 @@ class _Builder:
         self._inside = inside
         self._begins_early = begins_early
         self._program = program
+        self._finishing = finishing_equations(program)
         self._compressed = {k.value for k in plan.kept if k.codec is not None}
         self._given = {k.value for k in plan.kept if k.codec is None}
         self._given.update(plan.arguments)
@@ -145,7 +147,7 @@ class _Builder:
         inputs = tuple(inputs)
         residuals = [v for v in inputs if v not in self._made]
         expensive = equation is not None and not is_cheap(equation.primitive)
-        begins = now not in self._inside and (
+        begins = self._can_begin(now, equation) and (
             expensive
             or (self._expensive_since_begin and self._next_unpacking(now) == now)
             or self._sources_waited(now)
@@ -171,6 +173,7 @@ class _Builder:
             restored=self._in_order(restored, residuals),
             delayed=(),
             joined=self._joined(inputs, restored) if expensive else (),
+            finishes=equation in self._finishing,
         )
         delayed = self._large_arguments(step)
         self._steps.append(dataclasses.replace(step, delayed=delayed))
@@ -181,6 +184,9 @@ class _Builder:
             if expensive:
                 self._made_by_expensive.update(equation.outputs)
         self._expensive_since_begin |= expensive
+
+    def _can_begin(self, now: int, equation: Equation | None) -> bool:
+        return now not in self._inside and equation not in self._finishing
 
     def finish(self) -> tuple[Step, ...]:
         """Gives every stretch what its steps read of what was saved as it is."""

@@ -35,6 +35,7 @@ class Loop:
         by_rows: What is unpacked and computed in it, in order.
         sources: What is read in it by rows, and was there before.
         sums: Equations that it runs behind those, whose results add up.
+        finishing: Equations that make gradients of sums, as soon as those are there.
         results: What it makes by rows that is there as a whole in the end.
         replaced: For each of them what it takes the place of, `None` for nothing.
     """
@@ -43,6 +44,7 @@ class Loop:
     by_rows: tuple[Unpacking | Equation, ...]
     sources: tuple[int, ...]
     sums: tuple[Equation, ...]
+    finishing: tuple[Equation, ...]
     results: tuple[int, ...]
     replaced: tuple[int | None, ...]
 
@@ -138,6 +140,7 @@ class Step:
             equations of the forward pass to run again.
         delayed: The large arguments to read no earlier than the stretch begins.
         joined: What of the equation's operands goes through one tie before it.
+        finishes: Whether the equation does what is left to do for a gradient.
         division: If a stretch begins, how all of it runs in parts, where it does.
     """
 
@@ -149,6 +152,7 @@ class Step:
     restored: tuple[Unpacking | Equation, ...]
     delayed: tuple[int, ...]
     joined: tuple[int, ...]
+    finishes: bool = False
     settled: tuple[int, ...] = ()
     division: Division | None = None
 

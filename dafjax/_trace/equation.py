@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -11,7 +11,7 @@ import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
-from jax._src.core import DropVar
+from jax._src.core import DropVar, Var
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
@@ -257,6 +257,44 @@ def call_equation(
         inputs=inputs,
         outputs=outputs,
     )
+
+
+def in_dtype(
+    equation: Equation, values: Collection[int], dtype: Any, **params: Any
+) -> Equation:
+    """Returns an equation that reads or makes some of its values in another dtype.
+
+    Args:
+        equation: The equation.
+        values: These values.
+        dtype: Their dtype.
+        **params: Parameters of the primitive that are others then.
+    """
+    jaxpr = equation.jaxpr
+    (eqn,) = jaxpr.eqns
+    numbers = (*equation.inputs, *equation.outputs)
+    others: dict[Any, Any] = {
+        var: Var(var.aval.update(dtype=np.dtype(dtype)))
+        for var, number in zip((*jaxpr.invars, *jaxpr.outvars), numbers, strict=True)
+        if isinstance(number, int) and number in values
+    }
+
+    def renewed(variables: Iterable[Any]) -> list[Any]:
+        is_literal = (isinstance(v, jex_core.Literal) for v in variables)
+        pairs = zip(variables, is_literal, strict=True)
+        return [v if literal else others.get(v, v) for v, literal in pairs]
+
+    renewed_eqn = eqn.replace(
+        invars=renewed(eqn.invars),
+        outvars=renewed(eqn.outvars),
+        params={**eqn.params, **params},
+    )
+    renewed_jaxpr = jaxpr.replace(
+        invars=renewed(jaxpr.invars),
+        outvars=renewed(jaxpr.outvars),
+        eqns=[renewed_eqn],
+    )
+    return dataclasses.replace(equation, jaxpr=renewed_jaxpr)
 
 
 def scan_arity(equation: Equation) -> tuple[int, int]:

@@ -1,0 +1,107 @@
+"""Gradients are finished where they are made.
+
+What is left to do for the gradient of an argument is often a conversion: that of a
+float32 weight of which a model computes in bfloat16. JAX converts them when all of a
+layer is done. By then a tie may have come between, and the gradient is written in both
+dtypes. So all that only moves or converts a gradient comes right behind what makes it.
+
+Even there XLA:GPU converts in a kernel of its own. A matrix product sums in float32
+anyway: it gives that, unrounded, as XLA may by itself (`xla_allow_excess_precision`).
+(GPT-2 on an H200: 28 MB and eight kernels less for each layer.)
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dafjax._trace.equation import Equation, in_dtype, values_of
+from dafjax._trace.primitives import keeps_elements
+from dafjax._trace.residuals import Program
+
+
+def finishing_equations(program: Program) -> frozenset[Equation]:
+    """Returns what only converts, moves or negates the elements of one gradient."""
+    num_readers = collections.Counter(values_of(program.gradients))
+    num_readers.update(v for eqn in program.backward for v in eqn.input_values)
+    unfinished = set(values_of(program.gradients))
+    found = set()
+    for eqn in reversed(program.backward):
+        read = eqn.input_values
+        if (
+            len(read) == len(eqn.outputs) == 1
+            and keeps_elements(eqn.primitive)
+            and not eqn.has_effect
+            and unfinished.issuperset(eqn.outputs)
+            and num_readers[eqn.outputs[0]] == num_readers[read[0]] == 1
+            and program.avals[read[0]].size == program.avals[eqn.outputs[0]].size
+            and read[0] not in program.cotangents
+        ):
+            unfinished.update(read)
+            found.add(eqn)
+    return frozenset(found)
+
+
+def finish_early(program: Program) -> Program:
+    """Returns a program with what finishes a gradient behind what makes it.
+
+    A matrix product in bfloat16 or float16 whose result is converted to float32 gives
+    float32.
+    """
+    finishing = finishing_equations(program)
+    behind = {eqn.input_values[0]: eqn for eqn in finishing}
+    avals = list(program.avals)
+    ordered: list[Equation] = []
+    for eqn in program.backward:
+        if eqn in finishing:
+            continue
+        made = [eqn]
+        for value in eqn.outputs:
+            while value in behind:
+                made.append(behind[value])
+                (value,) = made[-1].outputs
+        unrounded = _unrounded(program, made)
+        if unrounded:
+            made = _in_float32(made, unrounded)
+            for value in unrounded:
+                avals[value] = avals[value].update(dtype=np.dtype(np.float32))
+        ordered += made
+    return dataclasses.replace(program, avals=tuple(avals), backward=tuple(ordered))
+
+
+def _unrounded(program: Program, made: Sequence[Equation]) -> tuple[int, ...]:
+    """Returns what a matrix product and what finishes it make before it is float32."""
+    product, *others = made
+    if product.primitive != "dot_general" or _says_how(product):
+        return ()
+    values = list(product.outputs)
+    for eqn in others:
+        if program.avals[eqn.outputs[0]].dtype == jnp.float32:
+            break
+        values += eqn.outputs
+    else:
+        return ()
+    dtypes = {program.avals[v].dtype for v in values}
+    return tuple(values) if dtypes <= _SUMMED_IN_FLOAT32 else ()
+
+
+_SUMMED_IN_FLOAT32 = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
+
+
+def _says_how(product: Equation) -> bool:
+    """Returns whether the user says in which dtype a product sums."""
+    algorithms = (lax.DotAlgorithm, lax.DotAlgorithmPreset)
+    return isinstance(product.params["precision"], algorithms)
+
+
+def _in_float32(made: Sequence[Equation], values: Sequence[int]) -> list[Equation]:
+    """Returns a matrix product, and what finishes it, with values in float32."""
+    product, *others = made
+    params = {"preferred_element_type": np.dtype(np.float32)}
+    return [
+        in_dtype(product, product.outputs, jnp.float32, **params),
+        *(in_dtype(eqn, values, jnp.float32) for eqn in others),
+    ]
