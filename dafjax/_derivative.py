@@ -20,6 +20,7 @@ from dafjax._trace.bodies import has_bodies, with_wrapped_bodies
 from dafjax._trace.equation import look_up
 from dafjax._trace.finishing import finish_early
 from dafjax._trace.graph import mark_as_wrapped
+from dafjax._trace.lookups import look_up_first
 from dafjax._trace.residuals import (
     differentiate,
     fingerprint_of_function,
@@ -114,7 +115,8 @@ def _with_rule(
         # Wrapped functions inside this one are traced here. The outermost decides:
         # their residuals are part of this plan.
         with _absorbing():
-            program = finish_early(differentiate(source, perturbed))
+            program = differentiate(source, perturbed)
+            program = finish_early(look_up_first(program))
         plan = make_plan(
             program,
             policy=options.policy,

@@ -19,6 +19,7 @@ from dafjax._native import _cuda_library, pin, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule import apart, backward_pass, early_sums, stretches
 from dafjax._schedule.ties import Ties
+from dafjax._trace.equation import Equation
 from dafjax.codecs import Affine, Bitmask
 from tests import networks
 
@@ -338,6 +339,16 @@ def test_products_make_gradients_of_weights_in_the_dtype_of_the_weights(monkeypa
     # Written and read once less, of four bytes for an element less two.
     less_moved = converted.moved_nbytes - in_float32.moved_nbytes
     assert less_moved >= 2 * num_elements
+
+
+def test_tables_are_not_copied_for_lookups(monkeypatch):
+    looked_up = work_of_transformer(HERE, layers=2)
+    jax.clear_caches()
+    monkeypatch.setattr(Equation, "whole_input_values", Equation.input_values)
+    copied = work_of_transformer(HERE, layers=2)
+    assert looked_up.kernels < copied.kernels
+    # Of 5000 words: read and written.
+    assert looked_up.moved_nbytes <= copied.moved_nbytes - 2 * 4 * 5000 * 256
 
 
 def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):

@@ -110,7 +110,7 @@ class ProgramPlan:
         """
         readers: dict[int, list[Equation]] = collections.defaultdict(list)
         for eqn in {*self.program.backward, *self.recomputed.values()}:
-            for value in dict.fromkeys(eqn.input_values):
+            for value in dict.fromkeys(eqn.whole_input_values):
                 readers[value].append(eqn)
         found: set[int] = set()
         for weight in self.whole_weights:

@@ -292,7 +292,7 @@ class _Builder:
         readers = list(step.recomputed)
         if step.equation is not None and rearranges_operands(step.equation.primitive):
             readers.append(step.equation)
-        read = {v for eqn in readers for v in eqn.input_values}
+        read = {v for eqn in readers for v in eqn.whole_input_values}
         if step.equation is not None:
             read |= self._slices.intersection(step.equation.input_values)
         return tuple(

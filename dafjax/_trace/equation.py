@@ -15,7 +15,7 @@ from jax._src.core import DropVar, Var
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
-from dafjax._trace.primitives import is_cheap
+from dafjax._trace.primitives import is_cheap, looks_up
 
 
 @final
@@ -105,6 +105,12 @@ class Equation:
     def input_values(self) -> tuple[int, ...]:
         """The inputs that are values, not constants."""
         return values_of(self.inputs)
+
+    @property
+    def whole_input_values(self) -> tuple[int, ...]:
+        """Those of which all is read: not the table of a lookup, but its indices."""
+        inputs = self.inputs[1:] if looks_up(self.primitive) else self.inputs
+        return values_of(inputs)
 
     @property
     def operand_sizes(self) -> tuple[int, ...]:
@@ -257,6 +263,25 @@ def call_equation(
         inputs=inputs,
         outputs=outputs,
     )
+
+
+def conversion(
+    aval: jax.core.ShapedArray, dtype: Any, value: int, result: int, source: Equation
+) -> Equation:
+    """Returns an equation that converts a value.
+
+    Args:
+        aval: Shape and dtype of the value.
+        dtype: What it is converted to.
+        value: The value.
+        result: What is made of it.
+        source: The equation whose place in the user's code it takes.
+    """
+    jaxpr = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(aval).jaxpr
+    (eqn,) = jaxpr.eqns
+    source_info = source.jaxpr.eqns[0].source_info
+    jaxpr = jaxpr.replace(eqns=[eqn.replace(source_info=source_info)])
+    return Equation(jaxpr=jaxpr, inputs=(value,), outputs=(result,))
 
 
 def in_dtype(

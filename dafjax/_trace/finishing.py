@@ -24,24 +24,22 @@ from dafjax._trace.residuals import Program
 
 
 def finishing_equations(program: Program) -> frozenset[Equation]:
-    """Returns what only converts, moves or negates the elements of one gradient."""
+    """Returns what only converts, moves or negates one gradient."""
     num_readers = collections.Counter(values_of(program.gradients))
     num_readers.update(v for eqn in program.backward for v in eqn.input_values)
     unfinished = set(values_of(program.gradients))
     found = set()
     for eqn in reversed(program.backward):
-        read = eqn.input_values
-        if (
-            len(read) == len(eqn.outputs) == 1
-            and keeps_elements(eqn.primitive)
-            and not eqn.has_effect
-            and unfinished.issuperset(eqn.outputs)
-            and num_readers[eqn.outputs[0]] == num_readers[read[0]] == 1
-            and program.avals[read[0]].size == program.avals[eqn.outputs[0]].size
-            and read[0] not in program.cotangents
-        ):
-            unfinished.update(read)
-            found.add(eqn)
+        values = (*eqn.outputs, *eqn.input_values)
+        if not unfinished.issuperset(eqn.outputs) or eqn.has_effect:
+            continue
+        if any(num_readers[v] > 1 or v in program.cotangents for v in values):
+            continue
+        if keeps_elements(eqn.primitive) and len(values) == 2:
+            result, operand = (program.avals[v] for v in values)
+            if result.size == operand.size:
+                unfinished.update(eqn.input_values)
+                found.add(eqn)
     return frozenset(found)
 
 

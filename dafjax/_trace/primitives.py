@@ -200,6 +200,11 @@ def converts(primitive: str) -> bool:
     return primitive == "convert_element_type"
 
 
+def looks_up(primitive: str) -> bool:
+    """Returns whether the result is elements of the first operand, as indices say."""
+    return primitive == "gather"
+
+
 def keeps_elements(primitive: str) -> bool:
     """Returns whether elements are moved, repeated or negated, and no more."""
     return primitive in _ELEMENT_KEEPING
