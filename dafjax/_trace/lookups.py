@@ -23,7 +23,7 @@ def look_up_first(program: Program) -> Program:
         if converts(eqn.primitive) and _is_floating(program, eqn):
             tables[eqn.outputs[0]] = eqn.input_values[0]
         table = eqn.inputs[0] if looks_up(eqn.primitive) else None
-        if table not in tables:
+        if not isinstance(table, int) or table not in tables:
             forward.append(eqn)
             continue
         source = tables[table]
