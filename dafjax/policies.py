@@ -59,6 +59,8 @@ class Residual:
         divides: Whether it divides by what is recomputed from codes, which may be 0.
         contracted: How many products one element is the sum of; 0 unless a matrix
             product makes it.
+        multiplied: Whether a matrix product is computed again to recompute its
+            operands.
         steers: Whether it enters a cotangent that meets other residuals, and not only
             the gradients of arguments.
         copies: How many of it wait at the same time: one for each iteration of a loop.
@@ -78,6 +80,7 @@ class Residual:
     amplified: bool = False
     divides: bool = False
     contracted: int = 0
+    multiplied: bool = False
     steers: bool = True
     copies: int = 1
     names: tuple[str, ...] = ()
@@ -166,8 +169,8 @@ class CompressExpensive(AbstractPolicy):
       ResNet at 2 bits with a mean-square loss: a bias of 0.44 of the gradient's norm
       without that rule, 0.05 with it.)
     - What has more than three times as many elements as the values in codes that it
-      can be recomputed from is recomputed, though a short matrix product or an
-      exponential be in between: the attention matrix of long sequences, from queries
+      can be recomputed from is recomputed, though a short matrix product, but one, or
+      an exponential be in between: the attention matrix of long sequences, from queries
       and keys. These then have 8 bits instead of 2 (see `dafjax.Bits`), which costs
       less than keeping the matrix at 2. Not so with a `codec` of its own.
     - What follows cheaply from the arguments alone is recomputed.
@@ -244,7 +247,7 @@ class CompressExpensive(AbstractPolicy):
 
     def _expands(self, residual: Residual) -> bool:
         computable = is_cheap(residual.primitive) or (
-            0 < residual.contracted <= _MOST_CONTRACTED
+            0 < residual.contracted <= _MOST_CONTRACTED and not residual.multiplied
         )
         return (
             computable

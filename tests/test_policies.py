@@ -1,5 +1,7 @@
 """Decisions about residuals, and gradients with them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +36,7 @@ def residual(
     copies=1,
     source_elements=64 * 1024,
     contracted=0,
+    multiplied=False,
 ):
     return Residual(
         shape=shape,
@@ -46,6 +49,7 @@ def residual(
         copies=copies,
         source_elements=source_elements,
         contracted=contracted,
+        multiplied=multiplied,
     )
 
 
@@ -63,6 +67,12 @@ def residual(
         (residual("exp", source_elements=64 * 1024 // 2), Compress()),
         (residual("dot_general", source_elements=99, contracted=64), Recompute()),
         (residual("dot_general", source_elements=99, contracted=256), Compress()),
+        # One product is computed again, and no other behind it.
+        (
+            residual("dot_general", source_elements=99, contracted=64, multiplied=True),
+            Compress(),
+        ),
+        (residual("exp", source_elements=99, multiplied=True), Recompute()),
         (residual("dot_general", sources=0, source_elements=0), Compress()),
         # Chains stay short.
         (residual("add", sources=4), Compress()),
@@ -169,6 +179,29 @@ def test_what_no_policy_names_is_recomputed(key):
         got = jax.grad(nothing_kept)(w, x)
     np.testing.assert_allclose(got, jax.grad(tagged_loss)(w, x), rtol=1e-3, atol=1e-7)
     assert nbytes(CompressNames("block")) < 0.9 * nbytes(SaveAll())
+
+
+def test_of_what_little_is_made_into_one_product_runs_again(key):
+    """The layers behind a bottleneck are not all computed again from it."""
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jax.nn.gelu(x @ weight)
+        return jnp.mean(x**2)
+
+    widths = (64, 128, 8, 128, 128, 128, 64)
+    keys = jax.random.split(key, len(widths) - 1)
+    shapes = itertools.pairwise(widths)
+    weights = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    x = jax.random.normal(key, (512, widths[0]))
+
+    def num_products(loss):
+        program = str(jax.make_jaxpr(jax.grad(loss))(weights, x))
+        return program.count("dot_general[")
+
+    wrapped = dafjax.remat_compress(loss)
+    # Where it is read, behind two ties.
+    assert num_products(wrapped) <= num_products(loss) + 2
 
 
 def test_effects_are_not_repeated():

@@ -47,6 +47,8 @@ def decide(
     sources: dict[int, frozenset[int]] = {}
     # What is recomputed by way of an exponential or the like.
     amplified: set[int] = set()
+    # What is recomputed by way of a matrix product.
+    multiplied: set[int] = set()
 
     exact = {
         value
@@ -120,6 +122,7 @@ def decide(
         reached = frozenset().union(*(sources[v] for v in inputs))
         all_known = is_cheap(eqn.primitive) and all(known[v] for v in inputs)
         amplifies = not amplified.isdisjoint(inputs)
+        multiplies = not multiplied.isdisjoint(inputs)
         divides = eqn.divisor is not None and bool(sources[eqn.divisor])
         for value in eqn.outputs:
             total = totals.get(value)
@@ -139,11 +142,16 @@ def decide(
                 sources=len(reached),
                 source_elements=sum(program.avals[v].size for v in reached),
                 contracted=eqn.contracted_size,
+                multiplied=multiplies,
             )
             settle(value, residual, reached, has_effect=eqn.has_effect)
             amplifies_now = amplifies or is_amplifying(eqn.primitive)
-            if reached and amplifies_now and isinstance(decisions[value], Recompute):
+            if not reached or not isinstance(decisions[value], Recompute):
+                continue
+            if amplifies_now:
                 amplified.add(value)
+            if multiplies or eqn.contracted_size > 0:
+                multiplied.add(value)
     return decisions
 
 
