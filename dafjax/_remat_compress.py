@@ -1,15 +1,17 @@
 """`remat_compress`: used like `jax.checkpoint`, but residuals wait in a few bits."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.api_util import debug_info
 from jax.core import Tracer
 
 from dafjax._bits import AnyBits, Bits, as_bits, matches
@@ -179,14 +181,15 @@ def _wrap(
         leaves, structure = jax.tree.flatten((call.args, call.kwargs))
         stand_in = current_stand_in()
         if stand_in is not None:
-            return stand_in(_of_leaves(fun, call.static, structure), leaves)
+            return stand_in(_of_leaves(fun, call.static, structure, leaves), leaves)
         activations = call.leaf_numbers(
             positions("activation_argnums", activation_argnums, args)
         )
         traced = cache.trace(call.static, structure, leaves, activations)
         operands = (*traced.consts, *leaves)
         if any(isinstance(operand, Tracer) for operand in operands):
-            results = traced.function(seed, *operands)
+            with _explained_forward_mode(fun):
+                results = traced.function(seed, *operands)
         else:
             # Nothing is differentiated: the way round the derivative rule is shorter.
             results = traced.evaluate(*operands)
@@ -263,7 +266,9 @@ def _trace(
     leaves: Sequence[Any],
     activations: tuple[int, ...],
 ) -> _Traced:
-    closed, consts, out_structure = trace(_of_leaves(fun, static, structure), leaves)
+    flat = _of_leaves(fun, static, structure, leaves)
+    with _explained_concretization():
+        closed, consts, out_structure = trace(flat, leaves)
     _warn_of_names_not_found(options, closed)
     function = with_compressed_residuals(
         closed, options, tuple(len(consts) + number for number in activations)
@@ -301,11 +306,75 @@ def _of_leaves(
     fun: Callable[..., Any],
     static: tuple[tuple[int | str, Hashable], ...],
     structure: Any,
+    leaves: Sequence[Any],
 ) -> Callable[..., Any]:
+    """Returns the function as one of its leaves, which errors of JAX call by name.
+
+    Args:
+        fun: The function.
+        static: Its static arguments.
+        structure: The structure of the others.
+        leaves: Leaves of that structure.
+    """
+
     def flat(*leaves: Any) -> Any:
         return run(fun, static, *jax.tree.unflatten(structure, leaves))
 
+    args, kwargs = jax.tree.unflatten(structure, leaves)
+    # A static argument is `None`, which has no leaves and no name.
+    absent = {place: None for place, _ in static if isinstance(place, str)}
+    # JAX looks for it here before it describes `flat` itself.
+    vars(flat)["__fun_debug_info__"] = debug_info(
+        _TRACED_FOR, fun, args, {**kwargs, **absent}
+    )
     return flat
+
+
+_TRACED_FOR = "remat_compress"
+
+
+@contextlib.contextmanager
+def _explained_concretization() -> Iterator[None]:
+    """Lets errors about traced arguments that Python needs tell what to do."""
+    try:
+        yield
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
+        # Not of a function inside or outside, and once where wraps are nested.
+        if f" for {_TRACED_FOR}." in str(error):
+            _explain(
+                error,
+                "Name arguments that are not arrays in `static_argnums` or "
+                "`static_argnames` of `dafjax.remat_compress`.",
+            )
+        raise
+
+
+@contextlib.contextmanager
+def _explained_forward_mode(fun: Callable[..., Any]) -> Iterator[None]:
+    """Lets JAX's error about forward mode tell whose it is and what to do.
+
+    Where the derivative is compiled, and of `jax.linearize`, it is raised elsewhere.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode autodiff" in str(error):
+            _explain(
+                error,
+                f"`{getattr(fun, '__name__', fun)}` is wrapped in "
+                "`dafjax.remat_compress`, which supports reverse mode only: "
+                "`jax.grad`, `jax.vjp`, `jax.jacrev`. For forward mode use `bits=None` "
+                "or `jax.checkpoint`.",
+            )
+        raise
+
+
+def _explain(error: Exception, advice: str) -> None:
+    if advice not in str(error):
+        error.args = (f"{error}\n\n{advice}",)
 
 
 def _checked_policy(policy: Any) -> AbstractPolicy:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -522,8 +523,19 @@ class TestErrors:
     def test_second_order_differentiation(self, key):
         w = jax.random.normal(key, (16, 16))
         wrapped = compressed(lambda w: jnp.sum(jnp.sin(w @ w)))
-        with pytest.raises(NotImplementedError, match="bits=None"):
+        with pytest.raises(NotImplementedError, match=r"bits=None.*wrap the outer"):
             jax.hessian(wrapped)(w)
+
+    def test_a_gradient_inside_a_loss_that_is_wrapped(self, mlp):
+        """What the error about second-order differentiation advises."""
+        p, x = mlp
+
+        def penalty(p, x):
+            gradient = jax.grad(networks.mlp_loss, argnums=1)(p, x)
+            return jnp.sum((jnp.linalg.norm(gradient, axis=-1) - 1) ** 2)
+
+        got, want = (jax.grad(f)(p, x) for f in (compressed(penalty), penalty))
+        assert_close_but_not_equal(got, want)
 
     def test_second_order_differentiation_with_a_custom_rule(self, key):
         """Silently without the rule's own derivative, if it were not refused."""
@@ -546,6 +558,56 @@ class TestErrors:
 
     def test_forward_mode_differentiation(self, key):
         w = jax.random.normal(key, (16, 16))
-        wrapped = compressed(lambda w: jnp.sum(jnp.sin(w @ w)))
+
+        @compressed
+        def loss(w):
+            return jnp.sum(jnp.sin(w @ w))
+
+        advice = (
+            r"forward-mode[^`]*`loss` is wrapped in `dafjax\.remat_compress`.*jacrev"
+        )
+        with pytest.raises(TypeError, match=advice):
+            jax.jvp(loss, (w,), (w,))
+        with pytest.raises(TypeError, match=advice):
+            jax.jacfwd(loss)(w)
+        # Compiled, it is JAX's own.
         with pytest.raises(TypeError, match="forward-mode"):
-            jax.jvp(wrapped, (w,), (w,))
+            jax.jit(jax.jacfwd(loss))(w)
+
+    @pytest.mark.parametrize(
+        ("call", "argument"),
+        [
+            (lambda f: f(1.0, {"on": True}, True), "train"),
+            (lambda f: f(1.0, batch={"on": True}, train=True), "train"),
+            (lambda f: f(1.0, {"on": True}), r"batch\['on'\]"),
+            (lambda f: f(1.0, {"on": True}, num=jnp.int32(3)), "num"),
+            (lambda f: dafjax.remat_compress(lambda t: f(1.0, {}, t))(True), "train"),
+        ],
+        ids=["position", "name", "leaf", "integer", "nested"],
+    )
+    def test_a_traced_argument_that_python_needs(self, call, argument):
+        def loss(p, batch, train=None, *, kind, num=1):
+            assert kind == "sum"
+            if isinstance(num, int):
+                return p if (batch["on"] if train is None else train) else 2 * p
+            return p * len(range(num))
+
+        wrapped = dafjax.remat_compress(loss, static_argnames="kind")
+        wrapped = functools.partial(wrapped, kind="sum")
+        place = rf"loss at {re.escape(__file__)}:\d+ for remat_compress"
+        with pytest.raises(
+            jax.errors.JAXTypeError, match=rf"{place}.* argument {argument}\."
+        ) as caught:
+            call(wrapped)
+        assert str(caught.value).count("`static_argnums`") == 1
+
+    def test_a_traced_argument_of_another_function(self):
+        """No advice about arguments of `remat_compress`, which are not to blame."""
+
+        @jax.jit
+        def step(p, train):
+            return dafjax.remat_compress(lambda p: p if train else 2 * p)(p)
+
+        with pytest.raises(jax.errors.ConcretizationTypeError, match="step") as caught:
+            step(1.0, True)
+        assert "static_argnums" not in str(caught.value)

@@ -19,7 +19,9 @@ def first_order(x: Array) -> Array:
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(
         "`remat_compress` supports first-order reverse-mode differentiation only, but "
-        "a function that it wraps is differentiated twice. Use `bits=None` there."
+        "a function that it wraps is differentiated twice. Use `bits=None` there. For "
+        "a gradient inside a loss, as in a gradient penalty or MAML, wrap the outer "
+        "loss and take the inner `jax.grad` of the plain function."
     )
 
 
