@@ -10,8 +10,9 @@ noise of a value is where the value is: in another slice of it there is other no
 a sum over many elements has little of each.
 """
 
+import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import final
 
 from dafjax._bits import Use
 from dafjax._trace.equation import Atom, Equation
@@ -24,9 +25,6 @@ from dafjax._trace.primitives import (
 )
 from dafjax._trace.residuals import Program
 
-
-# Noise is that of a value in codes, then of which parts of it.
-_Noise: TypeAlias = tuple[int, ...]
 
 # So many elements together have hardly the noise of one.
 _MANY = 16
@@ -45,11 +43,10 @@ def find_uses(
     follower = _Follower(inexact)
     for eqn in dict.fromkeys(recomputed[value] for value in sorted(recomputed)):
         # What sums many has hardly any noise.
-        noise = set() if sums_codes(eqn.primitive) else follower.read(eqn)
+        noise = _NO_NOISE if sums_codes(eqn.primitive) else follower.read(eqn)
         values = [value for value in eqn.outputs if value in recomputed]
         if takes_parts(eqn.primitive):
-            for value in values:
-                follower.noise[value] = {(*one, value) for one in noise}
+            follower.noise.update((value, noise.of_part(value)) for value in values)
         else:
             follower.noise.update((value, noise) for value in values)
     cotangents = set(program.cotangents)
@@ -65,14 +62,58 @@ def find_uses(
     return follower.uses
 
 
+@final
+@dataclasses.dataclass(frozen=True)
+class _Noise:
+    """The noise that a value has.
+
+    It is that of values in codes, or of parts of what has such noise, or of parts of
+    parts. On how many ways a part is one of a value in codes does not matter: whatever
+    has its noise has that of all ways. They are not told apart, as there are very many
+    where a value is cut and put together again and again.
+
+    Attributes:
+        values: The values in codes that it comes from.
+        parts: What it is the noise of: values in codes, and parts by their numbers.
+        wholes: These, and all that they are parts of.
+    """
+
+    values: frozenset[int] = frozenset()
+    parts: frozenset[int] = frozenset()
+    wholes: frozenset[int] = frozenset()
+
+    def __or__(self, other: "_Noise") -> "_Noise":
+        return _Noise(
+            self.values | other.values,
+            self.parts | other.parts,
+            self.wholes | other.wholes,
+        )
+
+    def of_part(self, part: int) -> "_Noise":
+        """Returns the noise of a part of what has this noise."""
+        if not self.values:
+            return self
+        return _Noise(self.values, frozenset([part]), self.wholes | {part})
+
+    def shared_with(self, other: "_Noise") -> frozenset[int]:
+        """Returns the parts of each that the other has noise of, or of a part of.
+
+        They are where the noise of both is the same.
+        """
+        return (self.parts & other.wholes) | (other.parts & self.wholes)
+
+
+_NO_NOISE = _Noise()
+
+
 class _Follower:
     """Follows noise from value to value, and notes where it is not read linearly."""
 
     def __init__(self, inexact: Iterable[int]) -> None:
         self.uses = dict.fromkeys(inexact, Use.LINEAR)
-        self.noise: dict[int, set[_Noise]] = {value: {(value,)} for value in self.uses}
+        self.noise = {value: _noise_of_codes(value) for value in self.uses}
 
-    def read(self, eqn: Equation, cotangents: Container[int] = ()) -> set[_Noise]:
+    def read(self, eqn: Equation, cotangents: Container[int] = ()) -> _Noise:
         """Notes how an equation reads its operands; returns the noise in them.
 
         Whatever it is, it is linear in each cotangent.
@@ -82,30 +123,30 @@ class _Follower:
         linear = linear_operands(eqn.primitive, len(operands))
         multiplies = eqn.primitive == "mul" or is_product(eqn.primitive)
         use = Use.AMPLIFIED if is_amplifying(eqn.primitive) else Use.NONLINEAR
-        together: set[_Noise] = set()
+        together = _NO_NOISE
         for number, found in enumerate(operands):
             atom = atoms[number]
             is_cotangent = isinstance(atom, int) and atom in cotangents
             if number not in linear and not is_cotangent:
                 self._note(found, use)
             elif multiplies:
-                self._note(_shared(together, found), use)
+                # A part has the number of the value that was made by cutting it out.
+                for part in together.shared_with(found):
+                    self._note(self.noise[part], use)
             together |= found
         return together
 
-    def _noise_of(self, atoms: Sequence[Atom]) -> list[set[_Noise]]:
+    def _noise_of(self, atoms: Sequence[Atom]) -> list[_Noise]:
         return [
-            self.noise.get(atom, set()) if isinstance(atom, int) else set()
+            self.noise.get(atom, _NO_NOISE) if isinstance(atom, int) else _NO_NOISE
             for atom in atoms
         ]
 
-    def _note(self, noise: Iterable[_Noise], use: Use) -> None:
-        for value, *_ in noise:
+    def _note(self, noise: _Noise, use: Use) -> None:
+        for value in noise.values:
             self.uses[value] = max(self.uses[value], use)
 
 
-def _shared(first: Iterable[_Noise], second: Iterable[_Noise]) -> list[_Noise]:
-    """Returns the noise of `second` that is also in `first`, or part of what is."""
-    return [
-        b for b in second if any(a[: len(b)] == b or b[: len(a)] == a for a in first)
-    ]
+def _noise_of_codes(value: int) -> _Noise:
+    alone = frozenset([value])
+    return _Noise(values=alone, parts=alone, wholes=alone)
