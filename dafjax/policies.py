@@ -7,7 +7,13 @@ from typing import TypeAlias, final
 import jax.numpy as jnp
 
 from dafjax._bits import matches
-from dafjax._trace.primitives import is_cheap, is_continuous, is_product, is_reduction
+from dafjax._trace.primitives import (
+    is_amplifying,
+    is_cheap,
+    is_continuous,
+    is_product,
+    is_reduction,
+)
 from dafjax.codecs import AbstractCodec, Bitmask
 
 
@@ -173,6 +179,8 @@ class CompressExpensive(AbstractPolicy):
       an exponential be in between: the attention matrix of long sequences, from queries
       and keys. These then have 8 bits instead of 2 (see `dafjax.Bits`), which costs
       less than keeping the matrix at 2. Not so with a `codec` of its own.
+    - Of what sines and cosines read the phase is compressed: codes of arguments that
+      span many periods would tell nothing of a sine.
     - What follows cheaply from the arguments alone is recomputed.
     - Integers that depend on compressed values, float64, complex numbers and random
       keys are saved as they are.
@@ -246,8 +254,10 @@ class CompressExpensive(AbstractPolicy):
         return Compress(self.codec)
 
     def _expands(self, residual: Residual) -> bool:
-        computable = is_cheap(residual.primitive) or (
-            0 < residual.contracted <= _MOST_CONTRACTED and not residual.multiplied
+        computable = (
+            is_continuous(residual.primitive)
+            or is_amplifying(residual.primitive)
+            or (0 < residual.contracted <= _MOST_CONTRACTED and not residual.multiplied)
         )
         return (
             computable

@@ -8,6 +8,7 @@ import jax
 from dafjax._plan.pooling import Pooling, find_poolings
 from dafjax._plan.shares import Total
 from dafjax._plan.steering import find_steering
+from dafjax._trace.equation import Equation
 from dafjax._trace.graph import live_equations
 from dafjax._trace.primitives import is_amplifying, is_cheap, needs_exact_operands
 from dafjax._trace.residuals import Program
@@ -34,12 +35,14 @@ def decide(
     packed: Container[int],
     totals: Mapping[int, Total],
     decided: Mapping[int, Decision],
+    instead: Mapping[int, Equation],
     iterations: int,
 ) -> dict[int, Decision]:
     """Asks the policy about every value `wanted` could be recomputed from.
 
     Values are asked about in the order in which they are made, so that `known` and
     `sources` of a value's operands are settled before it; not those that are `decided`.
+    Those of `instead` are recomputed by the equations that it has for them.
     """
     decisions: dict[int, Decision] = {}
     known: dict[int, bool] = {}
@@ -118,7 +121,8 @@ def decide(
             sources[value] = frozenset()
 
     for eqn in live_equations(program.forward, wanted):
-        inputs = eqn.input_values
+        recomputation = next((instead[v] for v in eqn.outputs if v in instead), eqn)
+        inputs = recomputation.input_values
         reached = frozenset().union(*(sources[v] for v in inputs))
         all_known = is_cheap(eqn.primitive) and all(known[v] for v in inputs)
         amplifies = not amplified.isdisjoint(inputs)

@@ -10,6 +10,7 @@ from dafjax._bits import Bits, Use
 from dafjax._plan.channels import find_channels
 from dafjax._plan.decisions import decide, is_inexact, packings_of_places
 from dafjax._plan.linearity import find_uses
+from dafjax._plan.phases import note_phases, without_phases
 from dafjax._plan.plan import Kept, ProgramPlan
 from dafjax._plan.pooling import note_places
 from dafjax._plan.rectifiers import (
@@ -70,7 +71,8 @@ def make_plan(
     fingerprint = program.fingerprint
     packings = packings_of_places(program, policy, activations, iterations)
     pooled = note_places(program, packings)
-    program = pooled.program
+    phased = note_phases(pooled.program)
+    program = phased.program
     names = _find_names(program)
     residuals = program.residuals()
     rectifiers = find_rectifiers(program)
@@ -83,6 +85,7 @@ def make_plan(
             *residuals,
             *(r.mask for r in rectifiers.values()),
             *(total.operand for total in totals.values()),
+            *phased.phases,
         ),
         policy,
         fingerprint=fingerprint,
@@ -91,9 +94,10 @@ def make_plan(
         packed=packed,
         totals=totals,
         decided=dict(zip(pooled.places, packings.values(), strict=True)),
+        instead=phased.sines,
         iterations=iterations,
     )
-    kept: list[int] = []
+    kept: set[int] = set()
     arguments: list[int] = []
     recomputed: dict[int, Equation] = {}
     seen = set(residuals)
@@ -101,7 +105,7 @@ def make_plan(
     while stack:
         value = stack.pop()
         if not isinstance(decisions[value], Recompute):
-            kept.append(value)
+            kept.add(value)
             continue
         if value < program.num_arguments:
             arguments.append(value)
@@ -112,6 +116,11 @@ def make_plan(
             decisions[rectifier.mask], Recompute
         ):
             equation = selection(program, rectifier)
+        sine = phased.sines.get(value)
+        if sine is not None and not all(
+            isinstance(decisions[phase], Recompute) for phase in sine.input_values
+        ):
+            equation = sine
         total = totals.get(value)
         if total is not None and is_inexact(decisions[total.operand]):
             equation = total_of_codes(program, total)
@@ -133,6 +142,7 @@ def make_plan(
         of_bodies = 8 * sum(map(program.nbytes, packed.intersection(kept)))
         num_bits |= with_spare_bits(of_default, sizes, beside=of_bodies + nbits_beside)
     packed_masks = {v for v in kept if not isinstance(decisions[v], Save)}
+    program = without_phases(program, phased.phases, kept)
     program, masks = with_masks_of_results(program, rectifiers, packed_masks)
     return ProgramPlan(
         program=program,
@@ -152,7 +162,8 @@ def make_plan(
                 ),
                 is_packed=value in packed,
             )
-            for value in sorted(kept)
+            for value in (*range(program.num_arguments), *producers)
+            if value in kept
         ),
         arguments=tuple(sorted(arguments)),
         recomputed=recomputed,

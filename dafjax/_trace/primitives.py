@@ -27,14 +27,17 @@ _AMPLIFYING = frozenset(
 # max-pooling looks for the place of the maximum again.
 _SEARCHING = frozenset(["select_and_gather_add", "select_and_scatter_add", "sort"])
 
-# Results are booleans or integers, or jump where an operand moves a little.
+# Results are booleans or integers, or jump where an operand moves a little. `phase` is
+# of `dafjax/_plan/phases.py`.
 _DISCONTINUOUS = frozenset(
     [
         *("and", "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne"),
-        *("nextafter", "not", "or", "rem", "round", "shift_left", "sign", "xor"),
-        *("shift_right_arithmetic", "shift_right_logical"),
+        *("nextafter", "not", "or", "phase", "rem", "round", "shift_left", "sign"),
+        *("shift_right_arithmetic", "shift_right_logical", "xor"),
     ]
 )
+
+_PERIODIC = frozenset(["cos", "sin"])
 
 _REARRANGING = frozenset(
     [
@@ -147,6 +150,11 @@ def is_amplifying(primitive: str) -> bool:
     return primitive in _AMPLIFYING
 
 
+def is_periodic(primitive: str) -> bool:
+    """Returns whether only an operand's phase matters, in periods of 2 pi."""
+    return primitive in _PERIODIC
+
+
 def linear_operands(primitive: str, num_operands: int) -> range:
     """Returns the operands in which an operation is linear, if the others are exact.
 
@@ -215,7 +223,7 @@ def keeps_last_axis(primitive: str) -> bool:
 
     That is, if the results have the shape of the operands.
     """
-    return primitive in _ELEMENTWISE or primitive in _PLACING or primitive == "name"
+    return primitive in _ELEMENTWISE | _PLACING | {"name", "phase"}
 
 
 def keeps_values(primitive: str) -> bool:
