@@ -132,7 +132,7 @@ class RerunRule(Rule):
         self._forward_again = _ForwardPass(
             dataclasses.replace(plan, program=without_results), schedule, options
         )
-        self._backward = _make_backward_pass(plan, schedule, options)
+        self._backward = _make_backward_pass(plan, schedule, options, runs_again=True)
         self._ties = options.ties
         moving = itertools.compress(itertools.count(), program.perturbed)
         self._are_whole = [number not in plan.slices for number in moving]
@@ -212,7 +212,11 @@ def _schedule(
 
 
 def _make_backward_pass(
-    plan: ProgramPlan, schedule: Sequence[Step], options: Options
+    plan: ProgramPlan,
+    schedule: Sequence[Step],
+    options: Options,
+    *,
+    runs_again: bool = False,
 ) -> Callable[..., Any]:
     """Returns a backward pass as scheduled; compiled once when called eagerly.
 
@@ -220,11 +224,13 @@ def _make_backward_pass(
     too, where there may be any.
     """
     run = functools.partial(run_backward, plan, store=options.store, ties=options.ties)
-    anywhere = functools.partial(run, schedule)
+    anywhere = functools.partial(run, schedule, fills_late=True)
     if not (installed_plugins() and can_be_apart(options.store, plan, schedule)):
         return jax.jit(anywhere, inline=True)
     steps = _schedule(plan, options, are_apart=True)
-    on_gpus = functools.partial(run, steps, is_apart=True)
+    # Where it is not run again, XLA:GPU would put off what is added: 72 MB, not 53, of
+    # a GPT-2 in bfloat16 on an H200.
+    on_gpus = functools.partial(run, steps, is_apart=True, fills_late=runs_again)
 
     def run_where_it_is(*operands: Any) -> Any:
         return lax.platform_dependent(*operands, cuda=on_gpus, default=anywhere)

@@ -351,6 +351,22 @@ def test_tables_are_not_copied_for_lookups(monkeypatch):
     assert looked_up.moved_nbytes <= copied.moved_nbytes - 2 * 4 * 5000 * 256
 
 
+def test_zeros_for_gradients_of_lookups_are_made_late(monkeypatch):
+    """Where the function is run again: else a table of them waits from the start."""
+
+    def nbytes():
+        shape = transformers.Shape(bits=2, layers=3, length=128)
+        gradient = shape.workload("compress_again", batch=1, scan=False)
+        program = gradient.compile(sharding=one_device(GPUS[HERE]))
+        return program.memory_analysis().temp_size_in_bytes
+
+    late = nbytes()
+    jax.clear_caches()
+    monkeypatch.setattr(backward_pass, "_filled_for_lookups", lambda plan: frozenset())
+    # Of 5000 words of 768 channels.
+    assert late <= nbytes() - 4 * 5000 * 768
+
+
 def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):
     early = work_of_transformer(HERE, layers=3)
     jax.clear_caches()

@@ -12,6 +12,7 @@ import dafjax
 from dafjax import _remat_compress
 from dafjax._plan import segments
 from dafjax._plan.segments import cut
+from dafjax._schedule import backward_pass
 from dafjax._schedule.ties import Ties
 from dafjax._trace.tracing import as_function
 from dafjax.policies import CompressExpensive
@@ -251,6 +252,23 @@ def test_without_a_cotangent_to_wait_for_everything_is_run_again_at_once(monkeyp
     tied = gradient_nbytes(rematerialized(dense_loss), *example)
     monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(cotangent=False))
     assert gradient_nbytes(rematerialized(dense_loss), *example) > 1.5 * tied
+
+
+def test_zeros_that_a_table_gets_gradients_of_lookups_in_are_made_late(monkeypatch):
+    layers, _ = dense_example(depth=8)
+    table = jax.ShapeDtypeStruct((32768, 64), jnp.float32)
+    words = jax.ShapeDtypeStruct((4096,), jnp.int32)
+
+    def loss(p, words):
+        x = p["table"][words]
+        dense = dense_loss(p["layers"], x)
+        return dense + jnp.mean(jnp.square(x[:16] @ p["table"].T))
+
+    example = {"layers": layers, "table": table}, words
+    late = gradient_nbytes(rematerialized(loss), *example)
+    monkeypatch.setattr(backward_pass, "_filled_for_lookups", lambda plan: frozenset())
+    early = gradient_nbytes(rematerialized(loss), *example)
+    assert late < early - 0.9 * table.size * 4
 
 
 def test_a_scan_runs_its_iterations_again(key):

@@ -20,13 +20,14 @@ from dafjax._schedule.apart import run_apart
 from dafjax._schedule.importance import Probe
 from dafjax._schedule.loops import run_loop
 from dafjax._schedule.moments import RowMeans
-from dafjax._schedule.not_before import can_be_tied, not_before
+from dafjax._schedule.not_before import can_be_tied, fill_not_before, not_before
 from dafjax._schedule.steps import Division, Loop, Step, Unpacking, written
 from dafjax._schedule.stored import MeasuredHandle, codecs_in
 from dafjax._schedule.stretches import stretches_of
 from dafjax._schedule.ties import Ties
 from dafjax._schedule.values import Values
 from dafjax._trace.equation import Equation, evaluate, look_up
+from dafjax._trace.primitives import adds_operands
 from dafjax._trace.residuals import Program
 from dafjax._typing import ArrayTree
 from dafjax.stores import AbstractStore
@@ -42,6 +43,7 @@ def run_backward(
     store: AbstractStore,
     ties: Ties,
     is_apart: bool = False,
+    fills_late: bool = False,
 ) -> list[Any]:
     """Computes the cotangents of the perturbed arguments.
 
@@ -55,12 +57,22 @@ def run_backward(
         ties: Which ties are made.
         is_apart: Whether the schedule is for parts that stay apart (`apart.py`): then
             it runs on a GPU.
+        fills_late: Whether zeros that gradients of lookups are added to are made no
+            earlier than that.
 
     Returns:
         One cotangent for each perturbed argument.
     """
     backward = _RunningBackward(
-        plan, schedule, arguments, stored, cotangents, store, ties, is_apart
+        plan,
+        schedule,
+        arguments,
+        stored,
+        cotangents,
+        store,
+        ties,
+        is_apart,
+        _filled_for_lookups(plan) if fills_late and ties.arguments else frozenset(),
     )
     for stretch in stretches_of(schedule):
         backward.run(stretch)
@@ -81,6 +93,7 @@ class _RunningBackward:
         store: AbstractStore,
         ties: Ties,
         is_apart: bool,
+        filled_late: frozenset[int],
     ) -> None:
         program = plan.program
         self._plan = plan
@@ -97,6 +110,7 @@ class _RunningBackward:
         self._taken: dict[int, ArrayTree] = {}
         self._codecs = codecs_in(store, plan, schedule)
         self._is_apart = is_apart
+        self._filled_late = filled_late
         # What has to be in memory in the stretch that runs.
         self._written: set[int] = set()
         self._env = Values()
@@ -308,7 +322,10 @@ class _RunningBackward:
             self._probe.see_range(value, squared)
 
     def _compute(self, equation: Equation, at_hand: Mapping[int, Any]) -> None:
-        outputs = evaluate(equation, look_up(equation.inputs, at_hand))
+        if self._filled_late.isdisjoint(equation.outputs):
+            outputs = evaluate(equation, look_up(equation.inputs, at_hand))
+        else:
+            outputs = fill_not_before(self._token, equation)
         # What is kept is taken from what was kept, never recomputed.
         made = zip(equation.outputs, outputs, strict=True)
         self._learn(self._in_order({v: x for v, x in made if v not in self._kept}))
@@ -329,6 +346,26 @@ def _read_in_rows(program: Program) -> frozenset[int]:
         for eqn in products
         if not any(eqn.params["dimension_numbers"][1])
         for value in eqn.input_values
+    )
+
+
+def _filled_for_lookups(plan: ProgramPlan) -> frozenset[int]:
+    """Returns the arrays of zeros that gradients of lookups are added to.
+
+    XLA makes them at the start, XLA:GPU those of all lookups in one kernel. Not those
+    of which the sum is added to another array: XLA adds to the other one then.
+    """
+    fills = {
+        eqn.outputs[0] for eqn in plan.recomputed.values() if eqn.filling is not None
+    }
+    backward = plan.program.backward
+    added = {v for e in backward if adds_operands(e.primitive) for v in e.input_values}
+    return frozenset(
+        eqn.input_values[0]
+        for eqn in backward
+        if eqn.primitive == "scatter-add"
+        and eqn.input_values[0] in fills
+        and added.isdisjoint(eqn.outputs)
     )
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dafjax._trace.equation import Equation
+
 
 def not_before(token: jax.Array, value: jax.Array) -> jax.Array:
     """Returns an array that XLA cannot read, or copy, before the token is there.
@@ -21,6 +23,19 @@ def not_before(token: jax.Array, value: jax.Array) -> jax.Array:
     if not can_be_tied(value):
         return value
     return jax.lax.select(token == 0, value, jnp.zeros_like(value))
+
+
+def fill_not_before(token: jax.Array, equation: Equation) -> list[jax.Array]:
+    """Runs an equation that fills an array with a number, but not before the token.
+
+    Args:
+        token: A scalar that is 0, which XLA does not know.
+        equation: The equation; its `filling` is not None.
+    """
+    number = jnp.asarray(equation.filling)
+    (eqn,) = equation.jaxpr.eqns
+    late = number + token.astype(number.dtype)
+    return [eqn.primitive.bind(late, **eqn.params)]
 
 
 def can_be_tied(value: Any) -> bool:

@@ -22,9 +22,10 @@ class Ties:
             unpacked at once.
         operands: Ties of cotangents with what was restored for the same equation, on
             CPUs. Without them copies of the cotangents wait for it.
-        arguments: The dependency of large arguments on the backward pass, and of keys
-            on the forward pass. Without it rearranged copies of all weights, and the
-            random bits of all layers, wait from the start.
+        arguments: The dependency of large arguments on the backward pass, of zeros that
+            gradients of lookups are added to, and of keys on the forward pass. Without
+            it rearranged copies of all weights, zeros for the gradients of tables, and
+            the random bits of all layers, wait from the start.
         results: Ties of small results with what is packed last. Without them a loss is
             put off until after the backward pass, and the logits live on.
         layouts: The order in memory of large arguments that wait for a dependency, of

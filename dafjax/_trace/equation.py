@@ -131,6 +131,16 @@ class Equation:
         return atom if isinstance(atom, int) else None
 
     @property
+    def filling(self) -> Any:
+        """The number that it fills an array with; `None` if it does something else."""
+        if self.primitive != "broadcast_in_dim" or self.input_values:
+            return None
+        (atom,) = self.operand_atoms
+        if isinstance(atom, Constant) and np.ndim(atom.value) == 0:
+            return atom.value
+        return None
+
+    @property
     def contracted_size(self) -> int:
         """How many products a `dot_general` sums for one element; 0 for the others."""
         if self.primitive != "dot_general":
