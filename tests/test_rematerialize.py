@@ -254,7 +254,8 @@ def test_without_a_cotangent_to_wait_for_everything_is_run_again_at_once(monkeyp
     assert gradient_nbytes(rematerialized(dense_loss), *example) > 1.5 * tied
 
 
-def test_zeros_that_a_table_gets_gradients_of_lookups_in_are_made_late(monkeypatch):
+@pytest.mark.parametrize("wrap", [dafjax.remat_compress, rematerialized])
+def test_zeros_for_gradients_of_lookups_are_made_late(wrap, monkeypatch):
     layers, _ = dense_example(depth=8)
     table = jax.ShapeDtypeStruct((32768, 64), jnp.float32)
     words = jax.ShapeDtypeStruct((4096,), jnp.int32)
@@ -265,9 +266,9 @@ def test_zeros_that_a_table_gets_gradients_of_lookups_in_are_made_late(monkeypat
         return dense + jnp.mean(jnp.square(x[:16] @ p["table"].T))
 
     example = {"layers": layers, "table": table}, words
-    late = gradient_nbytes(rematerialized(loss), *example)
+    late = gradient_nbytes(wrap(loss), *example)
     monkeypatch.setattr(backward_pass, "_filled_for_lookups", lambda plan: frozenset())
-    early = gradient_nbytes(rematerialized(loss), *example)
+    early = gradient_nbytes(wrap(loss), *example)
     assert late < early - 0.9 * table.size * 4
 
 

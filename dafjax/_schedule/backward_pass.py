@@ -27,7 +27,6 @@ from dafjax._schedule.stretches import stretches_of
 from dafjax._schedule.ties import Ties
 from dafjax._schedule.values import Values
 from dafjax._trace.equation import Equation, evaluate, look_up
-from dafjax._trace.primitives import adds_operands
 from dafjax._trace.residuals import Program
 from dafjax._typing import ArrayTree
 from dafjax.stores import AbstractStore
@@ -352,20 +351,15 @@ def _read_in_rows(program: Program) -> frozenset[int]:
 def _filled_for_lookups(plan: ProgramPlan) -> frozenset[int]:
     """Returns the arrays of zeros that gradients of lookups are added to.
 
-    XLA makes them at the start, XLA:GPU those of all lookups in one kernel. Not those
-    of which the sum is added to another array: XLA adds to the other one then.
+    XLA makes them at the start, XLA:GPU those of all lookups in one kernel.
     """
     fills = {
         eqn.outputs[0] for eqn in plan.recomputed.values() if eqn.filling is not None
     }
-    backward = plan.program.backward
-    added = {v for e in backward if adds_operands(e.primitive) for v in e.input_values}
     return frozenset(
         eqn.input_values[0]
-        for eqn in backward
-        if eqn.primitive == "scatter-add"
-        and eqn.input_values[0] in fills
-        and added.isdisjoint(eqn.outputs)
+        for eqn in plan.program.backward
+        if eqn.primitive == "scatter-add" and eqn.input_values[0] in fills
     )
 
 
