@@ -8,7 +8,7 @@ from typing import Any, final
 import jax
 
 from dafjax._trace.equation import Equation
-from dafjax._trace.primitives import converts
+from dafjax._trace.primitives import converts, is_product
 from dafjax._trace.residuals import Program
 from dafjax.codecs import AbstractCodec
 
@@ -106,7 +106,8 @@ class ProgramPlan:
     def weights_as_read(self) -> frozenset[int]:
         """Those arguments; of one that is only read converted, what it is converted to.
 
-        As weights of float32 in a model that computes in bfloat16.
+        As weights of float32 in a model that computes in bfloat16. Not those that
+        products read turned, as a tied table: XLA:GPU reads them as they lie.
         """
         readers: dict[int, list[Equation]] = collections.defaultdict(list)
         for eqn in {*self.program.backward, *self.recomputed.values()}:
@@ -118,4 +119,12 @@ class ProgramPlan:
                 found.update(v for eqn in readers[weight] for v in eqn.outputs)
             else:
                 found.add(weight)
-        return frozenset(found)
+
+        def is_only_turned(value: int) -> bool:
+            return all(
+                eqn.primitive == "transpose"
+                and all(is_product(e.primitive) for e in readers[eqn.outputs[0]])
+                for eqn in readers[value]
+            )
+
+        return frozenset(v for v in found if not is_only_turned(v))
