@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -121,6 +121,53 @@ def run(
         else:
             kwargs[place] = value
     return fun(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def unwritten(fun: Callable[..., Any], arguments: Any) -> Iterator[None]:
+    """Lets a function run that must not write to objects among its arguments.
+
+    They are copies of the caller's, made of their leaves, and with them all is lost
+    that is written. Not so containers, which functions change to their own ends; and
+    NNX puts the variables of a state into the module that it merges.
+
+    Args:
+        fun: The function.
+        arguments: The pytree that it is given.
+
+    Raises:
+        ValueError: It wrote to one.
+    """
+    nodes = jax.tree.leaves_with_path(arguments, is_leaf=_is_object)
+    objects = [(path, x) for path, x in nodes if not isinstance(x, Mapping)]
+    before = [jax.tree.leaves(item) for _, item in objects]
+    yield
+    for (path, item), leaves in zip(objects, before, strict=True):
+        found = jax.tree.leaves_with_path(item)
+        written = next(
+            (
+                (*path, *inside)
+                for (inside, leaf), old in zip(found, leaves, strict=False)
+                if leaf is not old
+            ),
+            path if len(found) != len(leaves) else None,
+        )
+        if written is not None:
+            where = jax.tree_util.keystr(written[1:])
+            group = "args" if written[0].idx == 0 else "kwargs"
+            raise ValueError(
+                f"`remat_compress`: `{getattr(fun, '__name__', fun)}` writes to its "
+                f"argument `{group}{where}`, and what it writes would be lost. Return "
+                "it; or, where a function writes to NNX modules, wrap it by "
+                "`dafjax.nnx.remat_compress`."
+            )
+
+
+def _is_object(item: Any) -> bool:
+    """Returns whether something is neither a built-in container nor a leaf."""
+    if isinstance(item, (dict, list, tuple)) or item is None:
+        return False
+    return not jax.tree_util.all_leaves([item])
 
 
 def positions(name: str, numbers: Sequence[int], args: Sequence[Any]) -> list[int]:

@@ -15,7 +15,14 @@ from jax.api_util import debug_info
 from jax.core import Tracer
 
 from dafjax._bits import AnyBits, Bits, as_bits, matches
-from dafjax._call import StaticArguments, bind, positional_parameters, positions, run
+from dafjax._call import (
+    StaticArguments,
+    bind,
+    positional_parameters,
+    positions,
+    run,
+    unwritten,
+)
 from dafjax._derivative import with_compressed_residuals
 from dafjax._rules import Options
 from dafjax._schedule.ties import Ties
@@ -318,7 +325,9 @@ def _of_leaves(
     """
 
     def flat(*leaves: Any) -> Any:
-        return run(fun, static, *jax.tree.unflatten(structure, leaves))
+        args, kwargs = jax.tree.unflatten(structure, leaves)
+        with unwritten(fun, (args, kwargs)):
+            return run(fun, static, args, kwargs)
 
     args, kwargs = jax.tree.unflatten(structure, leaves)
     # A static argument is `None`, which has no leaves and no name.

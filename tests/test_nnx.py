@@ -318,3 +318,47 @@ class TestErrors:
         ]:
             with pytest.raises(TypeError, match=rf"but got {got}.*Wrap the method"):
                 dafjax.nnx.remat_compress(f)
+
+
+class TestBesideIt:
+    """`dafjax.remat_compress` keeps nothing that a function writes to a module."""
+
+    @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+    def test_it_says_so(self, transform, x):
+        def loss(model, x):
+            return jnp.mean(model(x) ** 2)
+
+        wrapped = transform(dafjax.remat_compress(loss))
+        with pytest.raises(
+            ValueError,
+            match=r"`loss` writes to.*`args\[0\]\.norm\.mean.*dafjax\.nnx\.remat",
+        ):
+            wrapped(Block(32, 0.0, nnx.Rngs(0)), x)
+
+    def test_it_says_so_of_a_variable_that_is_made_inside(self, x):
+        def loss(model, x):
+            model.seen = nnx.Intermediate(jnp.sum(x))
+            return jnp.mean(model(x) ** 2)
+
+        with pytest.raises(ValueError, match=r"writes to its argument `args\[0\]"):
+            dafjax.remat_compress(loss)(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), x)
+
+    def test_a_module_that_is_only_read(self, x):
+        def loss(model, x):
+            return jnp.mean(model(x) ** 2)
+
+        model = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+        got = dafjax.remat_compress(loss)(model, x)
+        np.testing.assert_allclose(got, loss(model, x), rtol=1e-5)
+
+    def test_a_module_that_is_merged_and_whose_state_is_returned(self, x):
+        graphdef, state = nnx.split(Block(32, 0.0, nnx.Rngs(0)))
+
+        def loss(state, x):
+            model = nnx.merge(graphdef, state)
+            return jnp.mean(model(x) ** 2), nnx.state(model, nnx.BatchStat)
+
+        _, statistics = dafjax.remat_compress(loss)(state, x)
+        _, want = loss(state, x)
+        for got, expected in zip(values(statistics), values(want), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)

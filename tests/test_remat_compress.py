@@ -504,6 +504,16 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"`kwargs\['kind'\]` is `'relu'`"):
             wrapped(1.0, kind="relu")
 
+    def test_a_container_that_the_function_changes_is_its_own(self):
+        def total(batch):
+            x = batch.pop("x")
+            batch["y"] = [*batch["y"], x]
+            return sum(batch["y"])
+
+        batch = {"x": 1.0, "y": [2.0]}
+        assert dafjax.remat_compress(total)(batch) == 3
+        assert batch == {"x": 1.0, "y": [2.0]}
+
     def test_a_static_argument_that_is_not_hashable(self):
         wrapped = dafjax.remat_compress(lambda x, n: x, static_argnums=1)
         with pytest.raises(ValueError, match=r"static argument `1`.*hashable.*\[1\]"):
