@@ -32,9 +32,9 @@ def fill_not_before(token: jax.Array, equation: Equation) -> list[jax.Array]:
         token: A scalar that is 0, which XLA does not know.
         equation: The equation; its `filling` is not None.
     """
-    number = jnp.asarray(equation.filling)
     (eqn,) = equation.jaxpr.eqns
-    late = number + token.astype(number.dtype)
+    aval: Any = eqn.outvars[0].aval
+    late = jnp.asarray(equation.filling, aval.dtype) + token.astype(aval.dtype)
     return [eqn.primitive.bind(late, **eqn.params)]
 
 
