@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import dafjax
 from dafjax._trace import residuals
 from dafjax._trace.equation import evaluate, look_up
 from dafjax._trace.finishing import finish_early, finishing_equations
@@ -134,3 +135,30 @@ def test_a_gradient_in_bfloat16_stays_so(key):
     weight = jax.random.normal(key, (SHAPE[1], SHAPE[1]), jnp.bfloat16)
     program = trace(last_weight(lambda x, w: x @ w), x, weight)
     assert finish_early(program).avals == program.avals
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_importances_are_those_of_gradients_that_are_finished_as_a_whole(dtype, key):
+    """In parts the sum of a bias that Flax reshapes is there finished alone."""
+    keys = jax.random.split(key, 4)
+    weights = [(jax.random.normal(k, (256, 256)) / 16).astype(dtype) for k in keys[:3]]
+    biases = [jnp.zeros((16, 16), dtype)] * 3
+    x = jax.random.normal(keys[3], (16, 256, 256)).astype(dtype)
+
+    def loss(weights, biases, x):
+        for weight, bias in zip(weights, biases, strict=True):
+            x = x + jnp.tanh(x @ weight + jnp.reshape(bias, (1, 1, -1)))
+        return jnp.mean(jnp.square(x))
+
+    def importances(max_parts):
+        with dafjax.stores.PagePool() as pool:
+            wrapped = dafjax.remat_compress(
+                loss, bits=dafjax.AverageBits(2), store=pool, max_parts=max_parts
+            )
+            take = jax.jit(jax.grad(wrapped, argnums=(0, 1)))
+            for _ in range(2):
+                jax.block_until_ready(take(weights, biases, x))
+            sites = pool.stats().sites
+        return np.array([site.importance for site in sites.values()])
+
+    np.testing.assert_allclose(importances(8), importances(1), rtol=0.1)

@@ -43,6 +43,7 @@ from dafjax._schedule.moments import (
     sample_rows,
 )
 from dafjax._trace.equation import Equation, values_of
+from dafjax._trace.finishing import finishing_equations
 from dafjax._trace.primitives import (
     adds_operands,
     is_product,
@@ -205,9 +206,13 @@ def _energy_of(
     """Returns what gives the sum of the squares of a value's elements.
 
     Of an elementwise product it is that of independent factors: they are sampled
-    anyway, and what is only summed up need not be.
+    anyway, and what is only summed up need not be. Of a gradient that is not finished
+    it is that of the finished one: it may be there in parts alone.
     """
     size = _size_of(plan)
+    finished = {
+        eqn.input_values[0]: eqn.outputs[0] for eqn in finishing_equations(plan.program)
+    }
     factors = {
         eqn.outputs[0]: eqn.input_values
         for eqn in plan.program.backward
@@ -216,6 +221,8 @@ def _energy_of(
     }
 
     def energy(value: int) -> Any:
+        while value in finished:
+            value = finished[value]
         squares = (moments(v).mean_square for v in factors.get(value, (value,)))
         return math.prod(squares, start=float(size(value)))
 
