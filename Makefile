@@ -81,7 +81,9 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.codec_throughput
 	$(RUN) -m benchmarks.block_layout
 	$(RUN) -m benchmarks.quantizer_cost
-	$(RUN) -m benchmarks.transformer_memory --time --rss
+	$(RUN) -m benchmarks.transformer_memory
+	$(RUN) -m benchmarks.transformer_memory --no-temp --time --rss \
+	  --out benchmarks/results/transformer_time.json
 	$(RUN) -m benchmarks.transformer_memory --layers 24 --width 1024 --heads 16 \
 	  --batch 2 --length 512 --lora-rank 8 --out benchmarks/results/lora_memory.json
 	$(RUN) -m benchmarks.transformer_memory --model roberta --vocabulary 50265 \
