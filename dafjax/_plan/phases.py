@@ -22,8 +22,8 @@ from dafjax._trace.primitives import is_periodic
 from dafjax._trace.residuals import Program
 
 
-# A period in two terms. The first has eight digits, so that its multiples are exact up
-# to 65536 periods: what is left of an argument has no error but its own.
+# A period in two terms. The first has eight binary digits, so that its multiples are
+# exact up to 65536 periods: what is left of an argument has no error but its own.
 _PERIOD = 6.28125
 _REST_OF_PERIOD = 2 * math.pi - _PERIOD
 
