@@ -144,23 +144,22 @@ def unwritten(fun: Callable[..., Any], arguments: Any) -> Iterator[None]:
     yield
     for (path, item), leaves in zip(objects, before, strict=True):
         found = jax.tree.leaves_with_path(item)
-        written = next(
-            (
-                (*path, *inside)
-                for (inside, leaf), old in zip(found, leaves, strict=False)
-                if leaf is not old
-            ),
-            path if len(found) != len(leaves) else None,
-        )
-        if written is not None:
-            where = jax.tree_util.keystr(written[1:])
-            group = "args" if written[0].idx == 0 else "kwargs"
+        pairs = zip(found, leaves, strict=False)
+        written = [(*path, *inside) for (inside, leaf), old in pairs if leaf is not old]
+        if written or len(found) != len(leaves):
+            place = _name_of((*written, path)[0])
             raise ValueError(
                 f"`remat_compress`: `{getattr(fun, '__name__', fun)}` writes to its "
-                f"argument `{group}{where}`, and what it writes would be lost. Return "
-                "it; or, where a function writes to NNX modules, wrap it by "
+                f"argument `{place}`, and what it writes would be lost. Return it; or, "
+                "where a function writes to NNX modules, wrap it by "
                 "`dafjax.nnx.remat_compress`."
             )
+
+
+def _name_of(path: tuple[Any, ...]) -> str:
+    """Returns what an error calls a place in a pair of arguments and keywords."""
+    group = "args" if path[0].idx == 0 else "kwargs"
+    return group + jax.tree_util.keystr(path[1:])
 
 
 def _is_object(item: Any) -> bool:
@@ -211,11 +210,9 @@ def _check_arrays(call: Call) -> None:
         try:
             jax.typeof(leaf)
         except TypeError:
-            where = jax.tree_util.keystr(path[1:])
-            group = "args" if path[0].idx == 0 else "kwargs"
             raise TypeError(
                 "`remat_compress`: arguments must be pytrees of arrays, but "
-                f"`{group}{where}` is `{leaf!r}` of type `{type(leaf).__name__}`. Name "
-                "arguments that are not arrays in `static_argnums` or "
+                f"`{_name_of(path)}` is `{leaf!r}` of type `{type(leaf).__name__}`. "
+                "Name arguments that are not arrays in `static_argnums` or "
                 "`static_argnames`."
             ) from None

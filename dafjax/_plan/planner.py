@@ -117,10 +117,10 @@ def make_plan(
         ):
             equation = selection(program, rectifier)
         sine = phased.sines.get(value)
-        if sine is not None and not all(
-            isinstance(decisions[phase], Recompute) for phase in sine.input_values
-        ):
-            equation = sine
+        if sine is not None:
+            (phase,) = sine.input_values
+            if not isinstance(decisions[phase], Recompute):
+                equation = sine
         total = totals.get(value)
         if total is not None and is_inexact(decisions[total.operand]):
             equation = total_of_codes(program, total)
