@@ -53,7 +53,7 @@ test-cuda: $(VENV)/installed
 
 # Programs for GPUs, compiled by XLA:GPU without a GPU.
 test-gpu-programs: $(GPU_PLUGIN)/installed
-	$(WITH_PLUGIN) $(OPTIMIZED) $(RUN) -m pytest -m gpu_programs \
+	$(WITH_PLUGIN) $(OPTIMIZED) $(RUN) -m pytest --numprocesses 2 -m gpu_programs \
 	  tests/test_gpu_programs.py
 
 # The suite on every supported version of JAX.

@@ -63,21 +63,20 @@ message(STATUS "dafjax is built with CUDA ${CMAKE_CUDA_COMPILER_VERSION} for "
 add_library(dafjax_cuda MODULE
   cuda/bitmask.cu cuda/copy.cu cuda/notes.cu cuda/pack_affine.cu cuda/pack_entry.cu
   cuda/reduce.cu cuda/unpack_affine.cu cuda/unpack_entry.cu cuda/update_table.cu
-  device_pool/device_pool.cu device_pool/entry_packer.cu device_pool/host_packer.cu
-  device_pool/mapped_memory.cu device_pool/note_queue.cu device_pool/told_entries.cu
   ffi/affine_checks.cc ffi/bitmask_checks.cc ffi/checks.cc ffi/cuda_affine.cc
   ffi/cuda_bitmask.cc ffi/cuda_facts.cc ffi/cuda_ledger.cc ffi/cuda_pool.cc
   ffi/cuda_reduce.cc ffi/cuda_tie.cc ffi/pool_checks.cc ffi/reduction_checks.cc
-  ffi/reduction_timing.cc ffi/tied_buffers.cc ledger/device_notes.cu)
-set_target_properties(dafjax_cuda PROPERTIES
-  CUDA_ARCHITECTURES "${architectures}"
-  CUDA_RUNTIME_LIBRARY Static
-  CUDA_STANDARD 17
-  CUDA_STANDARD_REQUIRED ON
-  CUDA_VISIBILITY_PRESET hidden)
-target_include_directories(dafjax_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
-target_include_directories(dafjax_cuda SYSTEM PRIVATE
-  ${jaxlib_dir}/include ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  ffi/reduction_timing.cc ffi/tied_buffers.cc)
+# What only the host runs: nvcc compiles it once, not for every architecture.
+add_library(dafjax_cuda_host OBJECT
+  device_pool/device_pool.cu device_pool/entry_packer.cu device_pool/host_packer.cu
+  device_pool/mapped_memory.cu device_pool/note_queue.cu device_pool/told_entries.cu
+  ledger/device_notes.cu)
+target_link_libraries(dafjax_cuda PRIVATE dafjax_cuda_host)
+list(GET architectures 0 first_architecture)
+set_target_properties(dafjax_cuda PROPERTIES CUDA_ARCHITECTURES "${architectures}")
+set_target_properties(dafjax_cuda_host PROPERTIES
+  CUDA_ARCHITECTURES "${first_architecture}")
 string(REPLACE ";" " " architectures_text "${architectures}")
 set_source_files_properties(ffi/cuda_facts.cc PROPERTIES
   COMPILE_DEFINITIONS "DAFJAX_CUDA_ARCHITECTURES=\"${architectures_text}\"")
@@ -86,10 +85,20 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
   set(no_local_memory
     -Xptxas=--warn-on-local-memory-usage,--warn-on-spills,--warning-as-error)
 endif()
-# Subnormals count as zero and every operation rounds once, as on the CPU.
-target_compile_options(dafjax_cuda PRIVATE
-  $<$<COMPILE_LANGUAGE:CXX>:${warnings}>
-  $<$<COMPILE_LANGUAGE:CUDA>:-ftz=true -fmad=false --expt-relaxed-constexpr
-  -Xfatbin=-compress-all ${no_local_memory}>)
+foreach(target dafjax_cuda dafjax_cuda_host)
+  set_target_properties(${target} PROPERTIES
+    CUDA_RUNTIME_LIBRARY Static
+    CUDA_STANDARD 17
+    CUDA_STANDARD_REQUIRED ON
+    CUDA_VISIBILITY_PRESET hidden)
+  target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+  target_include_directories(${target} SYSTEM PRIVATE
+    ${jaxlib_dir}/include ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  # Subnormals count as zero and every operation rounds once, as on the CPU.
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CXX>:${warnings}>
+    $<$<COMPILE_LANGUAGE:CUDA>:-ftz=true -fmad=false --expt-relaxed-constexpr
+    -Xfatbin=-compress-all ${no_local_memory}>)
+endforeach()
 target_link_options(dafjax_cuda PRIVATE -Wl,--exclude-libs,ALL)
 install(TARGETS dafjax_cuda LIBRARY DESTINATION dafjax/_native)
