@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from dafjax._native import pin, row_major, tie, tie_tree
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.apart import run_apart
-from dafjax._schedule.importance import Probe
 from dafjax._schedule.loops import run_loop
 from dafjax._schedule.moments import RowMeans
 from dafjax._schedule.not_before import can_be_tied, fill_not_before, not_before
+from dafjax._schedule.probe import Probe
 from dafjax._schedule.steps import Division, Loop, Step, Unpacking, written
 from dafjax._schedule.stored import MeasuredHandle, codecs_in
 from dafjax._schedule.stretches import stretches_of

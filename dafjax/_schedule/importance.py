@@ -1,24 +1,23 @@
 """How much the gradient suffers from the rounding of each residual, as it is computed.
 
-The noise of a residual in codes is followed to where the backward pass reads it, and
-from there to the gradient, by what a few scalars tell: the mean squares and variances
-of values that pass by. With them the noise of a product is that of independent factors,
+The backward pass is linear in cotangents, and multiplies them with what is restored. So
+noise of either goes on to the gradient, each time by a factor that the mean squares of
+values tell of. Factors are taken as independent: the noise of `M` products has
 
-    E |B(n, c)|^2 = E[n^2] E[c^2] M,    for a product B of M multiplications,
+    E |B(n, c)|^2 = E[n^2] E[c^2] M,
 
 which is exact for ActNN's case, a residual that is multiplied with a cotangent to give
-the gradient of a weight (Chen et al. 2021, section 4.2). Two more rules carry it
-through the rest of a model:
+the gradient of a weight (Chen et al. 2021, section 4.2). From the gradients upwards is
+collected
 
-- Elementwise operations keep noise in proportion to the signal, sums keep its size. So
-  relative noise changes at sums only, by the ratio of the variances of operand and sum.
-- A relative error of a cotangent makes the same relative error of all that is computed
-  from it elementwise. What it would add to the gradient's variance if it were as large
-  as the cotangent, its *influence*, is collected from the gradients upwards: a product
-  that gives a gradient contributes `E[r^2] E[c^2] M`, one in between passes on as much
-  of its result's influence as this is of its result's energy (signals that agree add
-  up where noise does not), and a sum does so in proportion to energy, be it of few
-  operands or of many elements, as the gradient of a norm's scale is.
+- what a cotangent *passes on*: the variance of the gradient, all of its elements, for
+  each unit of variance, all elements, of the cotangent. Gradients pass on 1; sums pass
+  on what their operands do, for noise does not agree as signals may. Of an operation of
+  which no more is known it is as if noise kept its proportion to the signal;
+- what the noise of a restored value *costs*: the variance of the gradient, for noise of
+  so much an element, where the value is multiplied with cotangents. It goes on to the
+  residuals that the value is recomputed from: by sums as it is, by other operations in
+  proportion to the signal.
 
 In the forward pass statistics (values many times smaller than what they are made of)
 average the noise of many elements, and are left out.
@@ -28,22 +27,15 @@ Against the variance measured with one residual at a time in codes (GACT, Liu et
 (`benchmarks/importance.py`).
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, final
 
-import jax
-import jax.numpy as jnp
-
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.moments import (
-    Moments,
-    RowMeans,
-    moments_of_rows,
-    sample_rows,
-)
+from dafjax._schedule.moments import Moments
+from dafjax._schedule.signals import Signals
 from dafjax._trace.equation import Equation, values_of
-from dafjax._trace.finishing import finishing_equations
 from dafjax._trace.primitives import (
     adds_operands,
     is_product,
@@ -86,87 +78,192 @@ def importances(
         For each of the residuals a float32 scalar: the variance at 1 bit, for blocks
         whose squared range is 1 on average. It is proportional to that.
     """
-    noise = _relative_noise(plan, moments, rounding_noise)
-    size = _size_of(plan)
-    energy = _energy_of(plan, moments)
+    signals = Signals(plan, moments)
+    noisy = _noisy_values(plan, signals, rounding_noise)
+    costs = _Costs(plan, signals)
+    _collect_costs(plan, signals, noisy, costs)
+    for value in sorted(noisy, reverse=True):
+        costs.hand_on(value, noisy[value])
+    return {v: costs.of_unit(v) * noise for v, noise in rounding_noise.items()}
+
+
+def _noisy_values(
+    plan: ProgramPlan, signals: Signals, sources: Iterable[int]
+) -> dict[int, tuple[int, ...]]:
+    """Returns what is restored with noise, and of which operands it has the noise."""
+    noisy: dict[int, tuple[int, ...]] = dict.fromkeys(sources, ())
+    for value in sorted(plan.recomputed.keys() - noisy.keys()):
+        operands = tuple(
+            v
+            for v in dict.fromkeys(plan.recomputed[value].input_values)
+            if v in noisy and signals.size(v) <= _MANY * signals.size(value)
+        )
+        if operands:
+            noisy[value] = operands
+    return noisy
+
+
+@final
+class _Costs:
+    """What noise of restored values costs, as far as it is known."""
+
+    def __init__(self, plan: ProgramPlan, signals: Signals) -> None:
+        self._plan = plan
+        self._signals = signals
+        # Of a variance of 1 in each element, and of one as large as the value's own.
+        self._of_unit: dict[int, Any] = {}
+        self._of_share: dict[int, Any] = {}
+
+    def add_of_unit(self, value: int, cost: Any) -> None:
+        """Adds what noise costs whose variance is 1 in each element."""
+        _add(self._of_unit, value, cost)
+
+    def add_of_share(self, value: int, cost: Any) -> None:
+        """Adds what noise costs whose variance is that of the value."""
+        _add(self._of_share, value, cost)
+
+    def of_unit(self, value: int) -> Any:
+        """Returns what noise costs whose variance is 1 in each element."""
+        if value not in self._of_share:
+            return self._of_unit.get(value, 0.0)
+        share = _ratio(self._of_share[value], self._signals.moments(value).variance)
+        return _sum(self._of_unit.get(value), share)
+
+    def _share(self, value: int) -> Any:
+        if value not in self._of_unit:
+            return self._of_share[value]
+        unit = self._of_unit[value] * self._signals.moments(value).variance
+        return _sum(self._of_share.get(value), unit)
+
+    def hand_on(self, value: int, operands: Collection[int]) -> None:
+        """Adds to the costs of operands what noise of their result costs."""
+        if not operands or value not in self._of_unit.keys() | self._of_share.keys():
+            return
+        eqn = self._plan.recomputed[value]
+        factor = self._signals.squared_factor(eqn)
+        if factor is not None:
+            (operand,) = operands
+            if value in self._of_unit:
+                self.add_of_unit(operand, _product(factor, self._of_unit[value]))
+            if value in self._of_share:
+                self.add_of_share(operand, self._of_share[value])
+        elif self._is_sum_of_large(eqn, value):
+            cost = self.of_unit(value)
+            for operand in operands:
+                self.add_of_unit(operand, cost)
+        else:
+            share = self._share(value)
+            for operand in operands:
+                self.add_of_share(operand, share)
+
+    def _is_sum_of_large(self, eqn: Equation, value: int) -> bool:
+        if not adds_operands(eqn.primitive) or len(eqn.input_values) == 1:
+            return False
+        size = self._signals.size
+        return all(size(v) * _MANY >= size(value) for v in eqn.input_values)
+
+
+def _collect_costs(
+    plan: ProgramPlan, signals: Signals, noisy: Collection[int], costs: _Costs
+) -> None:
+    """Finds what noise costs where the backward pass reads it."""
     program = plan.program
     made = set(program.cotangents).union(*(e.outputs for e in program.backward))
-    gradients = _gradients(plan, made)
-    influence: dict[int, Any] = {}
-    total = dict.fromkeys(rounding_noise, 0.0)
+    gradients = _gradients(plan)
+    heard = _made_of_noise(plan, made, noisy)
+    passed_on: dict[int, Any] = {}
     for eqn in reversed(program.backward):
+        results = {v: passed_on[v] for v in eqn.outputs if v in passed_on}
+        if not _moves(eqn):
+            for value in gradients.intersection(eqn.outputs):
+                results[value] = _sum(results.get(value), 1.0)
         cotangents = [v for v in eqn.input_values if v in made]
+        wanted = heard.intersection(cotangents)
         others = [v for v in eqn.input_values if v not in made]
-        of_result: Any
-        if is_product(eqn.primitive) and others:
-            of_result = (
-                moments(others[0]).mean_square
-                * moments(cotangents[0]).mean_square
-                * float(eqn.num_products)
-            )
-            result = eqn.outputs[0]
-            if result not in gradients:
-                if result not in influence:
-                    continue
-                of_result *= _ratio(influence[result], energy(result))
-        else:
-            known = [influence[v] for v in eqn.outputs if v in influence]
-            if not _moves(eqn):
-                # The gradient of a bias or a scale; or a loop, of which nothing is
-                # known but what it gives.
-                made_here = gradients.intersection(eqn.outputs)
-                known += [energy(v) for v in sorted(made_here)]
-            if not known:
-                continue
-            of_result = sum(known)
-        for value in cotangents:
-            share = _share(eqn, value, cotangents, size, energy)
-            influence[value] = influence.get(value, 0.0) + of_result * share
-        for value in others:
-            if value in noise and not eqn.selects:
-                of_value = moments(value)
-                varying = _ratio(of_value.variance, of_value.mean_square)
-                for source, relative in noise[value].items():
-                    part = relative * varying * of_result
-                    total[source] = total[source] + part
-    return total
-
-
-def _relative_noise(
-    plan: ProgramPlan,
-    moments: Callable[[int], Moments],
-    rounding_noise: Mapping[int, Any],
-) -> dict[int, dict[int, Any]]:
-    """Returns, for what is restored, the noise of each residual over its variance."""
-    size = _size_of(plan)
-    noise: dict[int, dict[int, Any]] = {
-        source: {source: _ratio(of_range, moments(source).variance)}
-        for source, of_range in rounding_noise.items()
-    }
-    for value in sorted(plan.recomputed):
-        if value in noise:
+        read = [] if eqn.selects else [v for v in others if v in noisy]
+        if not results or not (wanted or read):
             continue
-        eqn = plan.recomputed[value]
-        found: dict[int, Any] = {}
-        for operand in dict.fromkeys(eqn.input_values):
-            if operand not in noise or size(operand) > _MANY * size(value):
-                continue
-            share: Any = 1.0
-            if adds_operands(eqn.primitive) and _is_sum_of_large(eqn, value, size):
-                share = _ratio(moments(operand).variance, moments(value).variance)
-            for source, relative in noise[operand].items():
-                found[source] = found.get(source, 0.0) + relative * share
-        if found:
-            noise[value] = found
-    return noise
+        if _multiplies(eqn) and cotangents and others:
+            # Each has two operands.
+            (cotangent,), (other,), (amount,) = cotangents, others, results.values()
+            amount = _product(float(eqn.num_products), amount)
+            if read:
+                square = signals.moments(cotangent).mean_square
+                costs.add_of_unit(other, amount * square)
+            if wanted:
+                square = signals.moments(other).mean_square
+                share = _product(1 / max(signals.size(cotangent), 1), amount)
+                _add(passed_on, cotangent, share * square)
+            continue
+        for value in sorted(wanted):
+            _add(passed_on, value, _share_of(value, eqn, cotangents, results, signals))
+        if read:
+            effect = _effect(results, signals)
+            for value in read:
+                of_value = signals.moments(value)
+                varying = _ratio(of_value.variance, of_value.mean_square)
+                costs.add_of_share(value, effect * varying)
 
 
-def _gradients(plan: ProgramPlan, made: set[int]) -> set[int]:
+def _multiplies(eqn: Equation) -> bool:
+    return is_product(eqn.primitive) or multiplies_elements(eqn.primitive)
+
+
+def _share_of(
+    value: int,
+    eqn: Equation,
+    cotangents: Collection[int],
+    results: Mapping[int, Any],
+    signals: Signals,
+) -> Any:
+    """Returns what a cotangent passes on by what is made of it alone.
+
+    Args:
+        value: The cotangent.
+        eqn: What reads it.
+        cotangents: All that it reads.
+        results: What its results pass on.
+        signals: The moments of all values.
+    """
+    (result, *others), (amount, *_) = eqn.outputs, results.values()
+    if not others:
+        sizes = signals.size(value), signals.size(result)
+        factor = signals.squared_factor(eqn)
+        if factor is not None:
+            return _product(factor * sizes[1] / max(sizes[0], 1), amount)
+        adds = adds_operands(eqn.primitive) and len(cotangents) > 1
+        reduces = sizes[0] > sizes[1] and not takes_parts(eqn.primitive)
+        if adds or joins_parts(eqn.primitive) or reduces:
+            return amount
+    return _ratio(_effect(results, signals), signals.energy(value))
+
+
+def _effect(results: Mapping[int, Any], signals: Signals) -> Any:
+    """Returns what results pass on of noise as large as they are."""
+    effects = [_product(amount, signals.energy(v)) for v, amount in results.items()]
+    return functools.reduce(operator.add, effects)
+
+
+def _made_of_noise(
+    plan: ProgramPlan, made: Collection[int], noisy: Collection[int]
+) -> set[int]:
+    """Returns the cotangents that noise of what is restored goes into."""
+    found: set[int] = set()
+    for eqn in plan.program.backward:
+        reads_noise = not eqn.selects and any(
+            v in noisy and v not in made for v in eqn.input_values
+        )
+        if reads_noise or not found.isdisjoint(eqn.input_values):
+            found.update(eqn.outputs)
+    return found
+
+
+def _gradients(plan: ProgramPlan) -> set[int]:
     """Returns the values that become gradients without being multiplied any more."""
     gradients = set(values_of(plan.program.gradients))
     for eqn in reversed(plan.program.backward):
         if _moves(eqn) and eqn.outputs[0] in gradients:
-            gradients.update(v for v in eqn.input_values if v in made)
+            gradients.update(eqn.input_values)
     return gradients
 
 
@@ -180,62 +277,22 @@ def _moves(eqn: Equation) -> bool:
     )
 
 
-def _share(
-    eqn: Equation,
-    value: int,
-    cotangents: list[int],
-    size: Callable[[int], int],
-    energy: Callable[[int], Any],
-) -> Any:
-    """Returns what share of a result's influence a cotangent has."""
-    result = eqn.outputs[0]
-    # A relative error of the whole is one of its parts.
-    if takes_parts(eqn.primitive):
-        return 1.0
-    sums = (
-        joins_parts(eqn.primitive)
-        or (adds_operands(eqn.primitive) and len(cotangents) > 1)
-        or (not is_product(eqn.primitive) and size(value) > size(result))
-    )
-    return _ratio(energy(value), energy(result)) if sums else 1.0
+def _add(costs: MutableMapping[int, Any], value: int, cost: Any) -> None:
+    costs[value] = _sum(costs.get(value), cost)
 
 
-def _energy_of(
-    plan: ProgramPlan, moments: Callable[[int], Moments]
-) -> Callable[[int], Any]:
-    """Returns what gives the sum of the squares of a value's elements.
-
-    Of an elementwise product it is that of independent factors: they are sampled
-    anyway, and what is only summed up need not be. Of a gradient that is not finished
-    it is that of the finished one: it may be there in parts alone.
-    """
-    size = _size_of(plan)
-    finished = {
-        eqn.input_values[0]: eqn.outputs[0] for eqn in finishing_equations(plan.program)
-    }
-    factors = {
-        eqn.outputs[0]: eqn.input_values
-        for eqn in plan.program.backward
-        if multiplies_elements(eqn.primitive)
-        and [size(v) for v in eqn.input_values] == 2 * [size(eqn.outputs[0])]
-    }
-
-    def energy(value: int) -> Any:
-        while value in finished:
-            value = finished[value]
-        squares = (moments(v).mean_square for v in factors.get(value, (value,)))
-        return math.prod(squares, start=float(size(value)))
-
-    return energy
+def _sum(first: Any, second: Any) -> Any:
+    """Returns a sum, of nothing and something the latter: additions add up."""
+    return second if first is None else first + second
 
 
-def _is_sum_of_large(eqn: Equation, value: int, size: Callable[[int], int]) -> bool:
-    values = eqn.input_values
-    return len(values) > 1 and all(size(v) * _MANY >= size(value) for v in values)
-
-
-def _size_of(plan: ProgramPlan) -> Callable[[int], int]:
-    return lambda value: math.prod(plan.program.avals[value].shape)
+def _product(first: Any, second: Any) -> Any:
+    """Returns a product, without a multiplication by 1."""
+    if isinstance(first, float) and first == 1:
+        return second
+    if isinstance(second, float) and second == 1:
+        return first
+    return first * second
 
 
 def _ratio(numerator: Any, denominator: Any) -> Any:
@@ -244,84 +301,3 @@ def _ratio(numerator: Any, denominator: Any) -> Any:
 
 
 _TINY = 1e-30
-
-
-@final
-class Probe:
-    """Takes samples of values as the backward pass computes them.
-
-    What has been sampled waits to go through a tie: else XLA would keep the values
-    until the end, where the samples are used.
-    """
-
-    def __init__(
-        self, plan: ProgramPlan, rounding_noise: Mapping[int, jax.Array]
-    ) -> None:
-        self._plan = plan
-        self._rounding_noise = rounding_noise
-        self._wanted = values_to_sample(plan, rounding_noise)
-        # Of each value, of all its parts.
-        self._samples: dict[int, Sequence[RowMeans]] = {}
-        self._waiting: dict[int, RowMeans] = {}
-        self._ranges: dict[int, jax.Array] = {}
-        self._waiting_ranges: dict[int, jax.Array] = {}
-
-    def see(self, values: Mapping[int, jax.Array]) -> None:
-        """Samples those of the values that are wanted and new."""
-        self._waiting.update((v, sample_rows(values[v])) for v in self.wanted(values))
-
-    def wanted(self, values: Iterable[int]) -> tuple[int, ...]:
-        """Returns those of the values that are wanted and new."""
-        known = self._samples.keys() | self._waiting.keys()
-        return tuple(v for v in values if v in self._wanted and v not in known)
-
-    def see_parts(self, samples: Mapping[int, Sequence[RowMeans]]) -> None:
-        """Takes samples of values of which there are only parts."""
-        self._samples.update(samples)
-
-    def see_range(self, value: int, mean_square: jax.Array | None) -> None:
-        """Takes the mean of the squared ranges of a residual's blocks, if given."""
-        if mean_square is not None and value not in self._ranges:
-            self._ranges[value] = self._waiting_ranges[value] = mean_square
-
-    def waiting(self) -> list[jax.Array]:
-        """Returns samples that have not been tied; `settle` takes their ties."""
-        return jax.tree.leaves((self._waiting, self._waiting_ranges))
-
-    def settle(self, tied: Sequence[jax.Array]) -> None:
-        """Takes what `waiting` returned, after a tie."""
-        structure = jax.tree.structure((self._waiting, self._waiting_ranges))
-        samples, ranges = jax.tree.unflatten(structure, tied)
-        self._samples.update((v, (sample,)) for v, sample in samples.items())
-        self._ranges.update(ranges)
-        self._waiting.clear()
-        self._waiting_ranges.clear()
-
-    def sensitivities(self, gradients: Sequence[jax.Array]) -> jax.Array:
-        """Returns what a store is told.
-
-        Args:
-            gradients: The gradients.
-
-        Returns:
-            float32 `[n + 1]`: `importances` of each residual, times the squared range
-            if it was seen; then the gradients' squared norm.
-        """
-        self.settle(self.waiting())
-        moments = moments_of_rows(list(self._samples.values()))
-        by_value = dict(zip(self._samples, moments, strict=True))
-        found = importances(self._plan, by_value.__getitem__, self._rounding_noise)
-        of_values = (found[v] * self._ranges.get(v, 1.0) for v in found)
-        numbers = [*of_values, _energy(gradients)]
-        return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
-
-
-def _energy(gradients: Sequence[jax.Array]) -> Any:
-    """Returns the sum of the squares of the elements of gradients."""
-    real = [g for g in gradients if jnp.issubdtype(g.dtype, jnp.inexact) and g.size > 0]
-    if not real:
-        return 0.0
-    moments = moments_of_rows([[sample_rows(g)] for g in real])
-    return sum(
-        m.mean_square * float(g.size) for m, g in zip(moments, real, strict=True)
-    )

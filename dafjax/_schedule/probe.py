@@ -1,0 +1,92 @@
+"""Samples of what the backward pass computes, and the importances that they tell of."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.importance import importances, values_to_sample
+from dafjax._schedule.moments import RowMeans, moments_of_rows, sample_rows
+
+
+@final
+class Probe:
+    """Takes samples of values as the backward pass computes them.
+
+    What has been sampled waits to go through a tie: else XLA would keep the values
+    until the end, where the samples are used.
+    """
+
+    def __init__(
+        self, plan: ProgramPlan, rounding_noise: Mapping[int, jax.Array]
+    ) -> None:
+        self._plan = plan
+        self._rounding_noise = rounding_noise
+        self._wanted = values_to_sample(plan, rounding_noise)
+        # Of each value, of all its parts.
+        self._samples: dict[int, Sequence[RowMeans]] = {}
+        self._waiting: dict[int, RowMeans] = {}
+        self._ranges: dict[int, jax.Array] = {}
+        self._waiting_ranges: dict[int, jax.Array] = {}
+
+    def see(self, values: Mapping[int, jax.Array]) -> None:
+        """Samples those of the values that are wanted and new."""
+        self._waiting.update((v, sample_rows(values[v])) for v in self.wanted(values))
+
+    def wanted(self, values: Iterable[int]) -> tuple[int, ...]:
+        """Returns those of the values that are wanted and new."""
+        known = self._samples.keys() | self._waiting.keys()
+        return tuple(v for v in values if v in self._wanted and v not in known)
+
+    def see_parts(self, samples: Mapping[int, Sequence[RowMeans]]) -> None:
+        """Takes samples of values of which there are only parts."""
+        self._samples.update(samples)
+
+    def see_range(self, value: int, mean_square: jax.Array | None) -> None:
+        """Takes the mean of the squared ranges of a residual's blocks, if given."""
+        if mean_square is not None and value not in self._ranges:
+            self._ranges[value] = self._waiting_ranges[value] = mean_square
+
+    def waiting(self) -> list[jax.Array]:
+        """Returns samples that have not been tied; `settle` takes their ties."""
+        return jax.tree.leaves((self._waiting, self._waiting_ranges))
+
+    def settle(self, tied: Sequence[jax.Array]) -> None:
+        """Takes what `waiting` returned, after a tie."""
+        structure = jax.tree.structure((self._waiting, self._waiting_ranges))
+        samples, ranges = jax.tree.unflatten(structure, tied)
+        self._samples.update((v, (sample,)) for v, sample in samples.items())
+        self._ranges.update(ranges)
+        self._waiting.clear()
+        self._waiting_ranges.clear()
+
+    def sensitivities(self, gradients: Sequence[jax.Array]) -> jax.Array:
+        """Returns what a store is told.
+
+        Args:
+            gradients: The gradients.
+
+        Returns:
+            float32 `[n + 1]`: `importances` of each residual, times the squared range
+            if it was seen; then the gradients' squared norm.
+        """
+        self.settle(self.waiting())
+        moments = moments_of_rows(list(self._samples.values()))
+        by_value = dict(zip(self._samples, moments, strict=True))
+        found = importances(self._plan, by_value.__getitem__, self._rounding_noise)
+        of_values = (found[v] * self._ranges.get(v, 1.0) for v in found)
+        numbers = [*of_values, _energy(gradients)]
+        return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
+
+
+def _energy(gradients: Sequence[jax.Array]) -> Any:
+    """Returns the sum of the squares of the elements of gradients."""
+    real = [g for g in gradients if jnp.issubdtype(g.dtype, jnp.inexact) and g.size > 0]
+    if not real:
+        return 0.0
+    moments = moments_of_rows([[sample_rows(g)] for g in real])
+    return sum(
+        m.mean_square * float(g.size) for m, g in zip(moments, real, strict=True)
+    )

@@ -1,0 +1,95 @@
+"""Moments of all values of a program, from those of as few as possible."""
+
+import math
+from collections.abc import Callable
+from typing import Any, final
+
+import jax.numpy as jnp
+import numpy as np
+
+from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.moments import Moments
+from dafjax._trace.equation import Constant, Equation
+from dafjax._trace.finishing import finishing_equations
+from dafjax._trace.primitives import keeps_elements
+
+
+@final
+class Signals:
+    """What is known of the values of a program.
+
+    What has the elements of another value, moved, repeated, negated or multiplied by a
+    number, is not asked for itself.
+    """
+
+    def __init__(self, plan: ProgramPlan, moments: Callable[[int], Moments]) -> None:
+        """Takes the moments of a value.
+
+        Args:
+            plan: That of the program.
+            moments: Is asked at most once for each value.
+        """
+        program = plan.program
+        self._program = program
+        self._moments = moments
+        self._known: dict[int, Moments] = {}
+        finishing = finishing_equations(program)
+        # A gradient that is not finished may be there in parts alone.
+        self._finished = {eqn.input_values[0]: eqn.outputs[0] for eqn in finishing}
+        restored = {kept.value for kept in plan.kept}
+        equations = [e for v, e in plan.recomputed.items() if v not in restored]
+        equations += [eqn for eqn in program.backward if eqn not in finishing]
+        self._copies = {
+            eqn.outputs[0]: (eqn.input_values[0], factor)
+            for eqn in equations
+            if (factor := self.squared_factor(eqn)) is not None
+        }
+
+    def size(self, value: int) -> int:
+        """Returns the number of elements."""
+        return math.prod(self._program.avals[value].shape)
+
+    def moments(self, value: int) -> Moments:
+        """Returns the mean of the squares, and the variance."""
+        if value not in self._known:
+            self._known[value] = self._moments_of(value)
+        return self._known[value]
+
+    def _moments_of(self, value: int) -> Moments:
+        if value not in self._copies:
+            return self._moments(value)
+        operand, factor = self._copies[value]
+        found = self.moments(operand)
+        if factor == 1:
+            return found
+        return Moments(factor * found.mean_square, factor * found.variance)
+
+    def energy(self, value: int) -> Any:
+        """Returns the sum of the squares of the elements."""
+        while value in self._finished:
+            value = self._finished[value]
+        return float(self.size(value)) * self.moments(value).mean_square
+
+    def squared_factor(self, equation: Equation) -> float | None:
+        """Returns times what the squares of a result are those of the one value read.
+
+        `None` if its elements are not those of that value, moved, repeated, negated or
+        multiplied by a number.
+        """
+        values = (*equation.input_values, *equation.outputs)
+        dtypes = (self._program.avals[v].dtype for v in values)
+        if len(values) != 2 or not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
+            return None
+        if keeps_elements(equation.primitive):
+            return 1.0
+        if equation.primitive not in ("mul", "div"):
+            return None
+        first, second = equation.operand_atoms
+        if equation.primitive == "mul" and isinstance(first, Constant):
+            first, second = second, first
+        if not isinstance(second, Constant) or np.ndim(second.value) > 0:
+            return None
+        factor = float(second.value) ** 2
+        if factor == 0 or not math.isfinite(factor):
+            return None
+        return factor if equation.primitive == "mul" else 1 / factor
