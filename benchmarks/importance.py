@@ -27,8 +27,8 @@ from benchmarks.transformers import Shape
 from dafjax import Bits
 from dafjax._plan.plan import Kept, ProgramPlan
 from dafjax._plan.planner import make_plan
-from dafjax._schedule.importance import importances, values_to_sample
-from dafjax._schedule.moments import Moments, sample_moments
+from dafjax._schedule.importance import importances
+from dafjax._schedule.moments import sample_moments
 from dafjax._trace.equation import Constant, evaluate
 from dafjax._trace.residuals import differentiate
 from dafjax._trace.tracing import trace
@@ -186,14 +186,13 @@ class Gradient:
             for site in self.sites
             if isinstance(site.codec, Affine)
         }
-        wanted = values_to_sample(self.plan, noise)
 
         @jax.jit
-        def run(kept: Mapping[int, jax.Array]) -> dict[int, Moments]:
+        def run(kept: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
             env = self.values(kept)
-            return {value: sample_moments(env[value]) for value in wanted}
+            return importances(self.plan, lambda v: sample_moments(env[v]), noise)
 
-        found = importances(self.plan, run(self.kept).__getitem__, noise)
+        found = run(self.kept)
         return {
             site.value: float(found[site.value]) * self._squared_range(site)
             for site in self.sites

@@ -50,18 +50,6 @@ from dafjax._trace.primitives import (
 _MANY = 16
 
 
-def values_to_sample(plan: ProgramPlan, sources: Iterable[int]) -> frozenset[int]:
-    """Returns the values whose moments `importances` of sources asks for."""
-    asked: set[int] = set()
-
-    def note(value: int) -> Moments:
-        asked.add(value)
-        return Moments(1.0, 1.0)
-
-    importances(plan, note, dict.fromkeys(sources, 1.0))
-    return frozenset(asked)
-
-
 def importances(
     plan: ProgramPlan,
     moments: Callable[[int], Moments],

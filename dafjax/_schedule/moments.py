@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dafjax._sampling import num_rows, sample_elements, with_auto_axes
@@ -94,22 +95,27 @@ _NUM_ELEMENTS = 1 << 15
 _LONGEST_ROW = 1024
 
 
-def moments_of_rows(samples: Sequence[Sequence[RowMeans]]) -> list[Moments]:
-    """Returns the moments of values.
+def moments_of_rows(samples: Sequence[Sequence[RowMeans]]) -> Moments:
+    """Returns the moments of values, float32 `[values]`.
 
     Args:
         samples: What `sample_rows` returned for each part of each value.
     """
+    if not samples:
+        return Moments(*jnp.zeros((2, 0), jnp.float32))
     alike: dict[int, list[int]] = collections.defaultdict(list)
     for number, parts in enumerate(samples):
         alike[sum(part.value.size for part in parts)].append(number)
-    found: dict[int, Moments] = {}
-    for numbers in alike.values():
-        parts = [part for number in numbers for part in samples[number]]
-        # XLA:GPU would look for minutes which kernels to make it in again.
-        moments = lax.optimization_barrier(_moments_of_parts(parts, len(numbers)))
-        found.update(zip(numbers, map(Moments, *moments), strict=True))
-    return [found[number] for number in range(len(samples))]
+    found = [
+        _moments_of_parts(
+            [part for number in numbers for part in samples[number]], len(numbers)
+        )
+        for numbers in alike.values()
+    ]
+    order = np.argsort(np.concatenate(list(alike.values())))
+    moments = Moments(*(jnp.concatenate(xs)[order] for xs in zip(*found, strict=True)))
+    # XLA:GPU would look for minutes which kernels to make them in again.
+    return lax.optimization_barrier(moments)
 
 
 def _moments_of_parts(parts: Sequence[RowMeans], num_values: int) -> Moments:
@@ -133,4 +139,4 @@ def _joined(parts: Sequence[Array], num_values: int) -> Array:
 
 def sample_moments(x: Array) -> Moments:
     """Returns the moments of a sample of a value."""
-    return moments_of_rows([[sample_rows(x)]])[0]
+    return Moments(*(xs[0] for xs in moments_of_rows([[sample_rows(x)]])))

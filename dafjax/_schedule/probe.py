@@ -5,10 +5,13 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.importance import importances, values_to_sample
-from dafjax._schedule.moments import RowMeans, moments_of_rows, sample_rows
+from dafjax._schedule.importance import importances
+from dafjax._schedule.moments import Moments, RowMeans, moments_of_rows, sample_rows
+from dafjax._schedule.tape import Tape
+from dafjax._typing import Array
 
 
 @final
@@ -22,14 +25,21 @@ class Probe:
     def __init__(
         self, plan: ProgramPlan, rounding_noise: Mapping[int, jax.Array]
     ) -> None:
-        self._plan = plan
         self._rounding_noise = rounding_noise
-        self._wanted = values_to_sample(plan, rounding_noise)
+        self._tape = Tape()
+        noise = {value: self._tape.given() for value in rounding_noise}
+        # In the order in which their moments come behind the noise.
+        self._wanted: dict[int, Moments] = {}
+        self._importances = importances(plan, self._ask, noise)
         # Of each value, of all its parts.
         self._samples: dict[int, Sequence[RowMeans]] = {}
         self._waiting: dict[int, RowMeans] = {}
         self._ranges: dict[int, jax.Array] = {}
         self._waiting_ranges: dict[int, jax.Array] = {}
+
+    def _ask(self, value: int) -> Moments:
+        self._wanted[value] = Moments(self._tape.given(), self._tape.given())
+        return self._wanted[value]
 
     def see(self, values: Mapping[int, jax.Array]) -> None:
         """Samples those of the values that are wanted and new."""
@@ -73,20 +83,20 @@ class Probe:
             if it was seen; then the gradients' squared norm.
         """
         self.settle(self.waiting())
-        moments = moments_of_rows(list(self._samples.values()))
-        by_value = dict(zip(self._samples, moments, strict=True))
-        found = importances(self._plan, by_value.__getitem__, self._rounding_noise)
-        of_values = (found[v] * self._ranges.get(v, 1.0) for v in found)
-        numbers = [*of_values, _energy(gradients)]
-        return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
+        moments = moments_of_rows([self._samples[v] for v in self._wanted])
+        noise = _stack(self._rounding_noise.values())
+        given = jnp.concatenate([noise, jnp.stack(moments, axis=1).reshape(-1)])
+        found = self._tape.evaluate(given, self._importances.values())
+        ranges = _stack(self._ranges.get(v, 1.0) for v in self._importances)
+        return jnp.concatenate([found * ranges, _energy(gradients)[None]])
 
 
-def _energy(gradients: Sequence[jax.Array]) -> Any:
+def _stack(numbers: Iterable[Any]) -> Array:
+    return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
+
+
+def _energy(gradients: Sequence[jax.Array]) -> Array:
     """Returns the sum of the squares of the elements of gradients."""
     real = [g for g in gradients if jnp.issubdtype(g.dtype, jnp.inexact) and g.size > 0]
-    if not real:
-        return 0.0
     moments = moments_of_rows([[sample_rows(g)] for g in real])
-    return sum(
-        m.mean_square * float(g.size) for m, g in zip(moments, real, strict=True)
-    )
+    return moments.mean_square @ np.array([g.size for g in real], np.float32)

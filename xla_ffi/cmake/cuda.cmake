@@ -62,11 +62,13 @@ message(STATUS "dafjax is built with CUDA ${CMAKE_CUDA_COMPILER_VERSION} for "
 
 add_library(dafjax_cuda MODULE
   cuda/bitmask.cu cuda/copy.cu cuda/notes.cu cuda/pack_affine.cu cuda/pack_entry.cu
-  cuda/reduce.cu cuda/unpack_affine.cu cuda/unpack_entry.cu cuda/update_table.cu
+  cuda/reduce.cu cuda/tape.cu cuda/unpack_affine.cu cuda/unpack_entry.cu
+  cuda/update_table.cu
   ffi/affine_checks.cc ffi/bitmask_checks.cc ffi/checks.cc ffi/cuda_affine.cc
   ffi/cuda_bitmask.cc ffi/cuda_facts.cc ffi/cuda_ledger.cc ffi/cuda_pool.cc
-  ffi/cuda_reduce.cc ffi/cuda_tie.cc ffi/pool_checks.cc ffi/reduction_checks.cc
-  ffi/reduction_timing.cc ffi/tied_buffers.cc)
+  ffi/cuda_reduce.cc ffi/cuda_tape.cc ffi/cuda_tie.cc ffi/pool_checks.cc
+  ffi/reduction_checks.cc ffi/reduction_timing.cc ffi/tape_checks.cc
+  ffi/tied_buffers.cc)
 # What only the host runs: nvcc compiles it once, not for every architecture.
 add_library(dafjax_cuda_host OBJECT
   device_pool/device_pool.cu device_pool/entry_packer.cu device_pool/host_packer.cu
