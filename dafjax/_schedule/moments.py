@@ -5,9 +5,11 @@ sample. What is left is a few numbers of each row, and done for all values toget
 """
 
 import collections
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -54,15 +56,13 @@ def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
     if x.size == 0:
         return RowMeans(*jnp.zeros((3, 1), jnp.float32))
     most = max(1, _NUM_ELEMENTS // num_parts)
-    return with_auto_axes(
-        lambda x: _means_of_rows(sample_elements(x, most, _LONGEST_ROW)), x
-    )
+    return with_auto_axes(lambda x: _means_of_rows(x, most), x)
 
 
-def _means_of_rows(sample: Array) -> RowMeans:
-    if jnp.iscomplexobj(sample):
-        sample = jnp.abs(sample)
-    sample = sample.astype(jnp.float32)
+# Traced once for all values of one shape.
+@functools.partial(jax.jit, static_argnums=1)
+def _means_of_rows(x: Array, most: int) -> RowMeans:
+    sample = _real(sample_elements(x, most, _LONGEST_ROW))
     (count,) = sample.shape
     rows = num_rows(count, _LONGEST_ROW)
     length = -(-count // rows)
@@ -78,7 +78,8 @@ def _means_of_rows(sample: Array) -> RowMeans:
         share = share.reshape(rows, length).astype(jnp.float32)
     sample = sample.reshape(rows, length)
     differences = sample - sample[:, :1]
-    terms = (share * sample, share * differences, share * differences**2)
+    weighted = share * differences
+    terms = (share * sample, weighted, weighted * differences)
     zeros = 3 * (jnp.float32(0),)
     return RowMeans(*lax.reduce(terms, zeros, _add, (1,)))
 
@@ -140,3 +141,36 @@ def _joined(parts: Sequence[Array], num_values: int) -> Array:
 def sample_moments(x: Array) -> Moments:
     """Returns the moments of a sample of a value."""
     return Moments(*(xs[0] for xs in moments_of_rows([[sample_rows(x)]])))
+
+
+def sample_energy(arrays: Sequence[Array]) -> Array:
+    """Returns the sum of the squares of the elements of arrays, from samples.
+
+    Args:
+        arrays: Of any shapes, with elements; of complex numbers it is the absolute
+            values.
+    """
+    if not arrays:
+        return jnp.float32(0)
+    rows = [with_auto_axes(_energies_of_rows, x) for x in arrays]
+    return jnp.sum(jnp.concatenate(rows))
+
+
+@jax.jit
+def _energies_of_rows(x: Array) -> Array:
+    """Returns parts of the sum of the squares of all elements, from some of them."""
+    sample = _real(sample_elements(x, _NUM_ELEMENTS, _LONGEST_ROW))
+    (count,) = sample.shape
+    rows = num_rows(count, _LONGEST_ROW)
+    squares = x.size / count * sample * sample
+    missing = -count % rows
+    if missing:
+        squares = lax.pad(squares, jnp.float32(0), [(0, missing, 0)])
+    return jnp.sum(squares.reshape(rows, -1), axis=1)
+
+
+def _real(sample: Array) -> Array:
+    """Returns absolute values of complex numbers; all in float32."""
+    if jnp.iscomplexobj(sample):
+        sample = jnp.abs(sample)
+    return sample.astype(jnp.float32)

@@ -5,11 +5,16 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.importance import importances
-from dafjax._schedule.moments import Moments, RowMeans, moments_of_rows, sample_rows
+from dafjax._schedule.moments import (
+    Moments,
+    RowMeans,
+    moments_of_rows,
+    sample_energy,
+    sample_rows,
+)
 from dafjax._schedule.tape import Tape
 from dafjax._typing import Array
 
@@ -83,20 +88,16 @@ class Probe:
             if it was seen; then the gradients' squared norm.
         """
         self.settle(self.waiting())
+        real = [
+            g for g in gradients if jnp.issubdtype(g.dtype, jnp.inexact) and g.size > 0
+        ]
         moments = moments_of_rows([self._samples[v] for v in self._wanted])
         noise = _stack(self._rounding_noise.values())
         given = jnp.concatenate([noise, jnp.stack(moments, axis=1).reshape(-1)])
         found = self._tape.evaluate(given, self._importances.values())
         ranges = _stack(self._ranges.get(v, 1.0) for v in self._importances)
-        return jnp.concatenate([found * ranges, _energy(gradients)[None]])
+        return jnp.concatenate([found * ranges, sample_energy(real)[None]])
 
 
 def _stack(numbers: Iterable[Any]) -> Array:
     return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
-
-
-def _energy(gradients: Sequence[jax.Array]) -> Array:
-    """Returns the sum of the squares of the elements of gradients."""
-    real = [g for g in gradients if jnp.issubdtype(g.dtype, jnp.inexact) and g.size > 0]
-    moments = moments_of_rows([[sample_rows(g)] for g in real])
-    return moments.mean_square @ np.array([g.size for g in real], np.float32)
