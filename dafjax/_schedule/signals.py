@@ -19,7 +19,7 @@ class Signals:
     """What is known of the values of a program.
 
     What has the elements of another value, moved, repeated, negated or multiplied by a
-    number, is not asked for itself.
+    number, or these and zeros, is not asked for itself.
     """
 
     def __init__(self, plan: ProgramPlan, moments: Callable[[int], Moments]) -> None:
@@ -45,6 +45,12 @@ class Signals:
             if (factor := self.squared_factor(eqn)) is not None
         }
 
+        self._padded = {
+            eqn.outputs[0]: eqn.input_values[0]
+            for eqn in equations
+            if _only_adds_zeros(eqn)
+        }
+
     def size(self, value: int) -> int:
         """Returns the number of elements."""
         return math.prod(self._program.avals[value].shape)
@@ -56,6 +62,11 @@ class Signals:
         return self._known[value]
 
     def _moments_of(self, value: int) -> Moments:
+        if value in self._padded:
+            operand = self._padded[value]
+            return _among_zeros(
+                self.moments(operand), self.size(operand) / max(self.size(value), 1)
+            )
         if value not in self._copies:
             return self._moments(value)
         operand, factor = self._copies[value]
@@ -93,3 +104,20 @@ class Signals:
         if factor == 0 or not math.isfinite(factor):
             return None
         return factor if equation.primitive == "mul" else 1 / factor
+
+
+def _only_adds_zeros(eqn: Equation) -> bool:
+    """Returns whether an equation puts zeros round a value, or between its elements."""
+    if eqn.primitive != "pad" or len(eqn.input_values) != 1:
+        return False
+    _, padding = eqn.operand_atoms
+    if not isinstance(padding, Constant) or padding.value != 0:
+        return False
+    return all(min(of_axis) >= 0 for of_axis in eqn.params["padding_config"])
+
+
+def _among_zeros(moments: Moments, share: float) -> Moments:
+    """Returns moments of values that are this share of all, the rest zeros."""
+    mean_square = share * moments.mean_square
+    squared_mean = moments.mean_square + -1.0 * moments.variance
+    return Moments(mean_square, mean_square + -(share**2) * squared_mean)
