@@ -97,7 +97,9 @@ def test_the_call_refuses_what_is_no_tape():
         call(jnp.ones(3), [tape_entry("add", 0, 1), 4], 5)
     with pytest.raises(Exception, match="given must be float32"):
         call(jnp.ones(3, jnp.int32), [], 3)
-    with pytest.raises(Exception, match=r"dimensions of values \(\[4\]\) must be \[3\]"):
+    with pytest.raises(
+        Exception, match=r"dimensions of values \(\[4\]\) must be \[3\]"
+    ):
         call(jnp.ones(3), [], 4)
 
 
