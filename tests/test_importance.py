@@ -1,5 +1,6 @@
 """Importance ranks residuals as the variance of the gradient does."""
 
+import functools
 import json
 import math
 
@@ -8,12 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dafjax
 from benchmarks import importance
 from benchmarks.importance import Gradient
+from benchmarks.transformers import Shape
 from dafjax._sampling import _distance, num_rows, sample_elements
-from dafjax._schedule.moments import sample_moments
+from dafjax._schedule.importance import importances
+from dafjax._schedule.moments import Moments, sample_moments
+from dafjax._schedule.signals import Signals
 from dafjax._trace.equation import Equation
-from tests.helpers import slow
+from dafjax.codecs import Affine
+from tests.helpers import slow, temp_nbytes
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -250,3 +256,102 @@ def test_a_large_value_in_front_of_all_others_counts_as_it_is(shape, outlier, ke
     sample = np.asarray(sample_elements(x, 1 << 15, 1 << 10), np.float64)
     assert float(moments.mean_square) == pytest.approx(np.mean(sample**2), rel=0.02)
     assert float(moments.variance) == pytest.approx(np.var(sample), rel=0.02)
+
+
+def asked(loss, w, *rest):
+    """Returns the shapes of the values whose moments are asked for."""
+    plan = Gradient.of(loss, w, *rest).plan
+    shapes = []
+
+    def moments(value):
+        shapes.append(plan.program.avals[value].shape)
+        return Moments(1.0, 1.0)
+
+    sites = [kept.value for kept in plan.kept if isinstance(kept.codec, Affine)]
+    importances(plan, moments, dict.fromkeys(sites, 1.0))
+    assert sites
+    return shapes
+
+
+def test_what_is_moved_and_scaled_is_not_sampled_for_itself():
+    """Nor what has zeros round it: to sample that would write it once more."""
+
+    def loss(w, x, *, moves):
+        y = jnp.sin(x @ w["in"])
+        if moves:
+            y = -2.0 * y.reshape(8, 64, 128).transpose(1, 0, 2).reshape(512, 128)
+            y = jax.lax.pad(y / 4.0, 0.0, [(0, 3, 0), (5, 0, 0)])
+        return jnp.sum((y.T @ y) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    w = {"in": jax.random.normal(keys[0], (128, 128))}
+    x = jax.random.normal(keys[1], (512, 128))
+    plain = asked(functools.partial(loss, moves=False), w, x)
+    moved = asked(functools.partial(loss, moves=True), w, x)
+    # Of the slice that padding is transposed to, more is asked.
+    assert len(moved) <= len(plain) + 1
+    assert (515, 133) not in moved
+
+
+def test_nothing_is_sampled_in_front_of_the_first_noise():
+    """What a loss makes of its logits costs nothing: no residual is read there."""
+
+    def loss(w, x, labels):
+        logits = jnp.sin(x @ w["in"]) @ w["out"]
+        chosen = jnp.take_along_axis(logits, labels[:, None], axis=1)
+        return jnp.mean(jnp.abs(jnp.abs(chosen) + 1))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {
+        "in": jax.random.normal(keys[0], (128, 128)),
+        "out": jax.random.normal(keys[1], (128, 500)),
+    }
+    x = jax.random.normal(keys[2], (512, 128))
+    shapes = asked(loss, w, x, jnp.arange(512) % 500)
+    # The cotangent that the products read, no more.
+    assert shapes.count((512, 500)) == 1
+    assert not any(math.prod(shape) in (512, 1) for shape in shapes)
+
+
+@pytest.mark.parametrize("number", [-3.0, 0.25])
+def test_moments_are_those_of_all_that_is_made(number):
+    """Of copies, multiples and what has zeros round it, from what these are made of."""
+
+    def loss(w, x):
+        y = jax.lax.pad(jnp.tanh(x @ w) * number, 0.0, [(1, 2, 1), (0, 5, 0)])
+        return jnp.sum((y.T @ y) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    w, x = (jax.random.normal(key, (32, 32)) for key in keys)
+    gradient = Gradient.of(loss, w, 1 + x)
+    values = gradient.values(gradient.kept)
+
+    def exact(value):
+        return Moments(jnp.mean(values[value] ** 2), jnp.var(values[value]))
+
+    signals = Signals(gradient.plan, exact)
+    made = {v for eqn in gradient.plan.program.backward for v in eqn.outputs}
+    checked = set()
+    for value in made | gradient.plan.recomputed.keys():
+        got, x = signals.moments(value), values[value]
+        assert float(got.mean_square) == pytest.approx(float(jnp.mean(x**2)), rel=1e-4)
+        assert float(got.variance) == pytest.approx(
+            float(jnp.var(x)), rel=1e-3, abs=1e-5 * float(got.mean_square)
+        )
+        checked.add(x.shape)
+    assert (66, 37) in checked
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_measured_bits_take_no_more_memory_than_fixed_ones():
+    """Values that are sampled would else be kept for it, and written once more."""
+
+    def temp(method):
+        small = Shape(layers=2, width=128, heads=4, vocabulary=2000, length=128)
+        workload = small.workload(method, batch=8, scan=False)
+        step = jax.grad(workload.loss)
+        compiled = dafjax.adaptive_jit(step) if method != "compress" else jax.jit(step)
+        arguments = jax.eval_shape(workload.draw)
+        return temp_nbytes(compiled.lower(*arguments))
+
+    assert temp("compress_measured") < 1.05 * temp("compress")

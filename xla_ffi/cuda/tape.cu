@@ -41,7 +41,7 @@ TapeKernel(const float* given, int64_t num_given, int64_t row_values, int64_t nu
     switch (static_cast<TapeOperation>(TapeOperationOf(entry))) {
       case TapeOperation::kAdd: *next++ = a + b; break;
       case TapeOperation::kMultiply: *next++ = a * b; break;
-      case TapeOperation::kDivide: *next++ = a / b; break;
+      case TapeOperation::kDivide: *next++ = __fdiv_rn(a, b); break;
     }
   }
 }
