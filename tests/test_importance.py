@@ -355,3 +355,21 @@ def test_measured_bits_take_no_more_memory_than_fixed_ones():
         return temp_nbytes(compiled.lower(*arguments))
 
     assert temp("compress_measured") < 1.05 * temp("compress")
+
+
+def test_products_of_groups_of_rows_count(key):
+    """Their third operand, how many rows a group has, is no factor."""
+
+    def loss(w, x, sizes):
+        y = jnp.sin(jax.lax.ragged_dot(x, w["in"], sizes))
+        return jnp.sum(jax.lax.ragged_dot(y, w["out"], sizes) ** 2)
+
+    keys = jax.random.split(key, 3)
+    w = {
+        name: jax.random.normal(k, (4, 128, 128)) / 11
+        for name, k in zip(("in", "out"), keys[:2], strict=True)
+    }
+    x = jax.random.normal(keys[2], (512, 128))
+    gradient = Gradient.of(loss, w, x, jnp.full(4, 128, jnp.int32))
+    assert gradient.sites
+    assert min(gradient.estimated_variances().values()) > 0

@@ -63,8 +63,9 @@ def importances(
         rounding_noise: What `sample_rounding_noise` returned for each of the residuals.
 
     Returns:
-        For each of the residuals a float32 scalar: the variance at 1 bit, for blocks
-        whose squared range is 1 on average. It is proportional to that.
+        For each of the residuals a float32 scalar, or a number of a tape if moments and
+        noise are: the variance at 1 bit, for blocks whose squared range is 1 on
+        average. It is proportional to that.
     """
     signals = Signals(plan, moments)
     noisy = _noisy_values(plan, signals, rounding_noise)
@@ -172,8 +173,8 @@ def _collect_costs(
         if not results or not (wanted or read):
             continue
         if _multiplies(eqn) and cotangents and others:
-            # Each has two operands.
-            (cotangent,), (other,), (amount,) = cotangents, others, results.values()
+            # Each has two operands; what is left are numbers of rows.
+            cotangent, other, (amount,) = cotangents[0], others[0], results.values()
             amount = _product(float(eqn.num_products), amount)
             if read:
                 square = signals.moments(cotangent).mean_square
