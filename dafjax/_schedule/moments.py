@@ -60,7 +60,7 @@ def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
 
 
 # Traced once for all values of one shape.
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnames="most")
 def _means_of_rows(x: Array, most: int) -> RowMeans:
     sample = _real(sample_elements(x, most, _LONGEST_ROW))
     (count,) = sample.shape
@@ -152,14 +152,15 @@ def sample_energy(arrays: Sequence[Array]) -> Array:
     """
     if not arrays:
         return jnp.float32(0)
-    rows = [with_auto_axes(_energies_of_rows, x) for x in arrays]
+    measure = functools.partial(_energies_of_rows, most=_NUM_ELEMENTS)
+    rows = [with_auto_axes(measure, x) for x in arrays]
     return jnp.sum(jnp.concatenate(rows))
 
 
-@jax.jit
-def _energies_of_rows(x: Array) -> Array:
+@functools.partial(jax.jit, static_argnames="most")
+def _energies_of_rows(x: Array, most: int) -> Array:
     """Returns parts of the sum of the squares of all elements, from some of them."""
-    sample = _real(sample_elements(x, _NUM_ELEMENTS, _LONGEST_ROW))
+    sample = _real(sample_elements(x, most, _LONGEST_ROW))
     (count,) = sample.shape
     rows = num_rows(count, _LONGEST_ROW)
     squares = x.size / count * sample * sample

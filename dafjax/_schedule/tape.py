@@ -5,6 +5,7 @@ from typing import Literal, final
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from dafjax._native import evaluate, tape_entry
 from dafjax._typing import Array
@@ -73,13 +74,18 @@ class Tape:
             kind, number = place
             return starts[kind] + number
 
+        constants = np.zeros(starts["result"], np.float32)
         with np.errstate(over="ignore"):
-            constants = np.array(list(self._constants), np.float32)
+            constants[self._num_given :] = list(self._constants)
+        # Of examples that devices share by type, JAX joins no arrays of which only some
+        # are mapped.
+        room = [(0, len(self._constants), 0)]
+        numbers_there = lax.pad(given, jnp.float32(0), room) + constants
         tape = tuple(
             tape_entry(operation, at(first), at(second))
             for operation, first, second in self._results
         )
-        values = evaluate(jnp.concatenate([given, constants]), tape=tape)
+        values = evaluate(numbers_there, tape=tape)
         return values[np.array([at(number.place) for number in numbers], np.int32)]
 
 
