@@ -44,7 +44,6 @@ class Signals:
             for eqn in equations
             if (factor := self.squared_factor(eqn)) is not None
         }
-
         self._padded = {
             eqn.outputs[0]: eqn.input_values[0]
             for eqn in equations
