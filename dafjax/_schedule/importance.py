@@ -10,14 +10,13 @@ which is exact for ActNN's case, a residual that is multiplied with a cotangent 
 the gradient of a weight (Chen et al. 2021, section 4.2). From the gradients upwards is
 collected
 
-- what a cotangent *passes on*: the variance of the gradient, all of its elements, for
-  each unit of variance, all elements, of the cotangent. Gradients pass on 1; sums pass
-  on what their operands do, for noise does not agree as signals may. Of an operation of
-  which no more is known it is as if noise kept its proportion to the signal;
-- what the noise of a restored value *costs*: the variance of the gradient, for noise of
-  so much an element, where the value is multiplied with cotangents. It goes on to the
-  residuals that the value is recomputed from: by sums as it is, by other operations in
-  proportion to the signal.
+- what noise of a cotangent *costs*: the variance of the gradient, all of its elements.
+  Noise of a gradient costs itself. What noise of a sum costs, of few operands or of
+  many elements, noise of an operand does too: noise does not agree, as signals may.
+  Through other elementwise operations noise keeps its proportion to the signal;
+- what noise of a restored value costs, where it is multiplied with cotangents. It goes
+  on to the residuals that the value is recomputed from: by sums as it is, by other
+  operations in proportion to the signal.
 
 In the forward pass statistics (values many times smaller than what they are made of)
 average the noise of many elements, and are left out.
@@ -29,7 +28,14 @@ Against the variance measured with one residual at a time in codes (GACT, Liu et
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, final
 
 from dafjax._plan.plan import ProgramPlan
@@ -41,7 +47,6 @@ from dafjax._trace.primitives import (
     is_product,
     joins_parts,
     keeps_elements,
-    multiplies_elements,
     takes_parts,
 )
 
@@ -69,10 +74,10 @@ def importances(
     """
     signals = Signals(plan, moments)
     noisy = _noisy_values(plan, signals, rounding_noise)
-    costs = _Costs(plan, signals)
+    costs = _Costs(lambda value: signals.moments(value).variance)
     _collect_costs(plan, signals, noisy, costs)
     for value in sorted(noisy, reverse=True):
-        costs.hand_on(value, noisy[value])
+        _hand_on(plan, signals, costs, value, noisy[value])
     return {v: costs.of_unit(v) * noise for v, noise in rounding_noise.items()}
 
 
@@ -94,62 +99,74 @@ def _noisy_values(
 
 @final
 class _Costs:
-    """What noise of restored values costs, as far as it is known."""
+    """What noise of values costs: variance of the gradient, as far as it is known."""
 
-    def __init__(self, plan: ProgramPlan, signals: Signals) -> None:
-        self._plan = plan
-        self._signals = signals
-        # Of a variance of 1 in each element, and of one as large as the value's own.
+    def __init__(self, size_of_signal: Callable[[int], Any]) -> None:
+        """Takes how large the signal of a value is, in the unit of its noise."""
+        self._signal = size_of_signal
+        # Of noise of 1, and of noise as large as the signal.
         self._of_unit: dict[int, Any] = {}
         self._of_share: dict[int, Any] = {}
 
+    def __contains__(self, value: int) -> bool:
+        return value in self._of_unit or value in self._of_share
+
     def add_of_unit(self, value: int, cost: Any) -> None:
-        """Adds what noise costs whose variance is 1 in each element."""
+        """Adds what noise of 1 costs."""
         _add(self._of_unit, value, cost)
 
     def add_of_share(self, value: int, cost: Any) -> None:
-        """Adds what noise costs whose variance is that of the value."""
+        """Adds what noise as large as the signal costs."""
         _add(self._of_share, value, cost)
 
+    def add_of_copy(self, value: int, result: int, factor: float) -> None:
+        """Adds what noise of a result costs, which is this times that of a value."""
+        if result in self._of_unit:
+            self.add_of_unit(value, _product(factor, self._of_unit[result]))
+        if result in self._of_share:
+            self.add_of_share(value, self._of_share[result])
+
     def of_unit(self, value: int) -> Any:
-        """Returns what noise costs whose variance is 1 in each element."""
+        """Returns what noise of 1 costs."""
         if value not in self._of_share:
             return self._of_unit.get(value, 0.0)
-        share = _ratio(self._of_share[value], self._signals.moments(value).variance)
+        share = self._of_share[value] / (self._signal(value) + _TINY)
         return _sum(self._of_unit.get(value), share)
 
-    def _share(self, value: int) -> Any:
+    def of_share(self, value: int) -> Any:
+        """Returns what noise as large as the signal costs."""
         if value not in self._of_unit:
-            return self._of_share[value]
-        unit = self._of_unit[value] * self._signals.moments(value).variance
+            return self._of_share.get(value, 0.0)
+        unit = _product(self._of_unit[value], self._signal(value))
         return _sum(self._of_share.get(value), unit)
 
-    def hand_on(self, value: int, operands: Collection[int]) -> None:
-        """Adds to the costs of operands what noise of their result costs."""
-        if not operands or value not in self._of_unit.keys() | self._of_share.keys():
-            return
-        eqn = self._plan.recomputed[value]
-        factor = self._signals.squared_factor(eqn)
-        if factor is not None:
-            (operand,) = operands
-            if value in self._of_unit:
-                self.add_of_unit(operand, _product(factor, self._of_unit[value]))
-            if value in self._of_share:
-                self.add_of_share(operand, self._of_share[value])
-        elif self._is_sum_of_large(eqn, value):
-            cost = self.of_unit(value)
-            for operand in operands:
-                self.add_of_unit(operand, cost)
-        else:
-            share = self._share(value)
-            for operand in operands:
-                self.add_of_share(operand, share)
 
-    def _is_sum_of_large(self, eqn: Equation, value: int) -> bool:
-        if not adds_operands(eqn.primitive) or len(eqn.input_values) == 1:
-            return False
-        size = self._signals.size
-        return all(size(v) * _MANY >= size(value) for v in eqn.input_values)
+def _hand_on(
+    plan: ProgramPlan,
+    signals: Signals,
+    costs: _Costs,
+    value: int,
+    operands: Collection[int],
+) -> None:
+    """Adds to the costs of operands what noise of what they are made into costs."""
+    if not operands or value not in costs:
+        return
+    eqn = plan.recomputed[value]
+    factor = signals.squared_factor(eqn)
+    for operand in operands:
+        if factor is not None:
+            costs.add_of_copy(operand, value, factor)
+        elif _is_sum_of_large(eqn, value, signals):
+            costs.add_of_unit(operand, costs.of_unit(value))
+        else:
+            costs.add_of_share(operand, costs.of_share(value))
+
+
+def _is_sum_of_large(eqn: Equation, value: int, signals: Signals) -> bool:
+    if not adds_operands(eqn.primitive) or len(eqn.input_values) == 1:
+        return False
+    sizes = map(signals.size, eqn.input_values)
+    return all(size * _MANY >= signals.size(value) for size in sizes)
 
 
 def _collect_costs(
@@ -160,77 +177,70 @@ def _collect_costs(
     made = set(program.cotangents).union(*(e.outputs for e in program.backward))
     gradients = _gradients(plan)
     heard = _made_of_noise(plan, made, noisy)
-    passed_on: dict[int, Any] = {}
+    of_cotangents = _Costs(signals.energy)
     for eqn in reversed(program.backward):
-        results = {v: passed_on[v] for v in eqn.outputs if v in passed_on}
         if not _moves(eqn):
-            for value in gradients.intersection(eqn.outputs):
-                results[value] = _sum(results.get(value), 1.0)
+            for value in sorted(gradients.intersection(eqn.outputs)):
+                of_cotangents.add_of_unit(value, 1.0)
+        results = [v for v in eqn.outputs if v in of_cotangents]
         cotangents = [v for v in eqn.input_values if v in made]
-        wanted = heard.intersection(cotangents)
+        wanted = sorted(heard.intersection(cotangents))
         others = [v for v in eqn.input_values if v not in made]
         read = [] if eqn.selects else [v for v in others if v in noisy]
         if not results or not (wanted or read):
             continue
-        if _multiplies(eqn) and cotangents and others:
-            # Each has two operands; what is left are numbers of rows.
-            cotangent, other, (amount,) = cotangents[0], others[0], results.values()
-            amount = _product(float(eqn.num_products), amount)
+        if is_product(eqn.primitive) and others:
+            # It has two operands; what is left are numbers of rows.
+            cotangent, other = cotangents[0], others[0]
+            cost = _product(float(eqn.num_products), of_cotangents.of_unit(results[0]))
             if read:
                 square = signals.moments(cotangent).mean_square
-                costs.add_of_unit(other, amount * square)
+                costs.add_of_unit(other, cost * square)
             if wanted:
                 square = signals.moments(other).mean_square
-                share = _product(1 / max(signals.size(cotangent), 1), amount)
-                _add(passed_on, cotangent, share * square)
+                share = _product(1 / max(signals.size(cotangent), 1), cost)
+                of_cotangents.add_of_unit(cotangent, share * square)
             continue
-        for value in sorted(wanted):
-            _add(passed_on, value, _share_of(value, eqn, cotangents, results, signals))
-        if read:
-            effect = _effect(results, signals)
-            for value in read:
-                of_value = signals.moments(value)
-                varying = _ratio(of_value.variance, of_value.mean_square)
-                costs.add_of_share(value, effect * varying)
+        for value in wanted:
+            _add_of_cotangent(value, eqn, cotangents, results, signals, of_cotangents)
+        for value in read:
+            of_value = signals.moments(value)
+            varying = of_value.variance / (of_value.mean_square + _TINY)
+            cost = _total(map(of_cotangents.of_share, results))
+            costs.add_of_share(value, cost * varying)
 
 
-def _multiplies(eqn: Equation) -> bool:
-    return is_product(eqn.primitive) or multiplies_elements(eqn.primitive)
-
-
-def _share_of(
+def _add_of_cotangent(
     value: int,
     eqn: Equation,
     cotangents: Collection[int],
-    results: Mapping[int, Any],
+    results: Sequence[int],
     signals: Signals,
-) -> Any:
-    """Returns what a cotangent passes on by what is made of it alone.
+    costs: _Costs,
+) -> None:
+    """Adds what noise of a cotangent costs by what is made of it alone.
 
     Args:
         value: The cotangent.
         eqn: What reads it.
         cotangents: All that it reads.
-        results: What its results pass on.
+        results: What is made of them, of which costs are known.
         signals: The moments of all values.
+        costs: Those of cotangents.
     """
-    (result, *others), (amount, *_) = eqn.outputs, results.values()
-    if not others:
+    if len(eqn.outputs) == 1:
+        (result,) = results
         sizes = signals.size(value), signals.size(result)
         factor = signals.squared_factor(eqn)
         if factor is not None:
-            return _product(factor * sizes[1] / max(sizes[0], 1), amount)
+            costs.add_of_copy(value, result, factor * sizes[1] / max(sizes[0], 1))
+            return
         adds = adds_operands(eqn.primitive) and len(cotangents) > 1
         reduces = sizes[0] > sizes[1] and not takes_parts(eqn.primitive)
         if adds or joins_parts(eqn.primitive) or reduces:
-            return amount
-    return _ratio(_effect(results, signals), signals.energy(value))
-
-
-def _effect(results: Mapping[int, Any], signals: Signals) -> Any:
-    """Returns what results pass on of noise as large as they are."""
-    effects = [_product(amount, signals.energy(v)) for v, amount in results.items()]
-    return functools.reduce(operator.add, effects)
+            costs.add_of_unit(value, costs.of_unit(result))
+            return
+    costs.add_of_share(value, _total(map(costs.of_share, results)))
 
 
 def _made_of_noise(
@@ -284,9 +294,9 @@ def _product(first: Any, second: Any) -> Any:
     return first * second
 
 
-def _ratio(numerator: Any, denominator: Any) -> Any:
-    """Returns a quotient; 0 where both are 0."""
-    return numerator / (denominator + _TINY)
+def _total(numbers: Iterable[Any]) -> Any:
+    return functools.reduce(operator.add, numbers)
 
 
+# Where both are 0, a quotient is 0.
 _TINY = 1e-30

@@ -11,7 +11,7 @@ from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.moments import Moments
 from dafjax._trace.equation import Constant, Equation
 from dafjax._trace.finishing import finishing_equations
-from dafjax._trace.primitives import keeps_elements
+from dafjax._trace.primitives import keeps_elements, multiplies_elements
 
 
 @final
@@ -50,6 +50,14 @@ class Signals:
             if _only_adds_zeros(eqn)
         }
 
+        self._factors = {
+            eqn.outputs[0]: eqn.input_values
+            for eqn in program.backward
+            if multiplies_elements(eqn.primitive)
+            and [self.size(v) for v in eqn.input_values]
+            == 2 * [self.size(eqn.outputs[0])]
+        }
+
     def size(self, value: int) -> int:
         """Returns the number of elements."""
         return math.prod(self._program.avals[value].shape)
@@ -75,10 +83,16 @@ class Signals:
         return Moments(factor * found.mean_square, factor * found.variance)
 
     def energy(self, value: int) -> Any:
-        """Returns the sum of the squares of the elements."""
+        """Returns the sum of the squares of the elements.
+
+        Of an elementwise product it is that of independent factors, for so the noise of
+        one is of the other.
+        """
         while value in self._finished:
             value = self._finished[value]
-        return float(self.size(value)) * self.moments(value).mean_square
+        factors = self._factors.get(value, (value,))
+        squares = (self.moments(v).mean_square for v in factors)
+        return math.prod(squares, start=float(self.size(value)))
 
     def squared_factor(self, equation: Equation) -> float | None:
         """Returns times what the squares of a result are those of the one value read.
