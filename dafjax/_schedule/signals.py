@@ -104,10 +104,7 @@ class Signals:
         dtypes = (self._program.avals[v].dtype for v in values)
         if len(values) != 2 or not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
             return None
-        sums_one = (
-            equation.primitive == "reduce_sum" and len({*map(self.size, values)}) == 1
-        )
-        if keeps_elements(equation.primitive) or sums_one:
+        if keeps_elements(equation.primitive):
             return 1.0
         if equation.primitive not in ("mul", "div"):
             return None
