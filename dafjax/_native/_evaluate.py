@@ -43,9 +43,8 @@ def tape_entry(operation: str, first: int, second: int) -> int:
 def evaluate(given: Array, *, tape: tuple[int, ...]) -> Array:
     """Runs a tape: `xla_ffi/README.md`, section 11.
 
-    Thousands of scalar operations take XLA a second for every few hundred to compile,
-    and each is a kernel or a part of one. A tape is one call, and costs nothing to
-    compile.
+    XLA:CPU compiles some hundred operations on scalars in a second, and each is a kernel
+    or a part of one. A tape is one call.
 
     Args:
         given: float32 `[*batch, m]`.

@@ -49,7 +49,6 @@ class Signals:
             for eqn in equations
             if _only_adds_zeros(eqn)
         }
-
         self._factors = {
             eqn.outputs[0]: eqn.input_values
             for eqn in program.backward
