@@ -43,8 +43,8 @@ def tape_entry(operation: str, first: int, second: int) -> int:
 def evaluate(given: Array, *, tape: tuple[int, ...]) -> Array:
     """Runs a tape: `xla_ffi/README.md`, section 11.
 
-    XLA:CPU compiles some hundred operations on scalars in a second, and each is a kernel
-    or a part of one. A tape is one call.
+    XLA:CPU compiles some hundred operations on scalars in a second, and each is a
+    kernel or a part of one. A tape is one call.
 
     Args:
         given: float32 `[*batch, m]`.
