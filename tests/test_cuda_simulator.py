@@ -25,7 +25,7 @@ SANITIZERS = {"none": (), "address": ADDRESS, "thread": THREAD}
 
 # What tests of kernels are linked with.
 CODES = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/bitmask.cu", "cuda/copy.cu",
-         "cuda/pack_affine.cu", "cuda/unpack_affine.cu")  # fmt: skip
+         "cuda/graph.cu", "cuda/pack_affine.cu", "cuda/unpack_affine.cu")  # fmt: skip
 POOLS = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/copy.cu", "cuda/notes.cu",
          "cuda/pack_entry.cu", "cuda/unpack_entry.cu", "cuda/update_table.cu",
          "device_pool/device_pool.cu", "device_pool/entry_packer.cu",
@@ -37,7 +37,7 @@ POOLS = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/copy.cu", "cuda/notes.cu",
          "pool/memory.cc", "pool/page_allocator.cc", "pool/pool.cc",
          "pool/registry.cc", "pool/small_allocator.cc")  # fmt: skip
 LEDGERS = ("ledger/device_notes.cu", "ledger/ledger.cc")
-REDUCTIONS = ("cpu/reduce.cc", "cuda/copy.cu", "cuda/reduce.cu")
+REDUCTIONS = ("cpu/reduce.cc", "cuda/copy.cu", "cuda/graph.cu", "cuda/reduce.cu")
 
 
 class Build:

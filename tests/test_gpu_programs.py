@@ -21,6 +21,7 @@ from dafjax._schedule import apart, backward_pass, early_sums, stretches
 from dafjax._schedule.ties import Ties
 from dafjax._trace.equation import Equation
 from dafjax.codecs import Affine, Bitmask
+from dafjax.stores import PagePool
 from tests import networks
 
 
@@ -136,6 +137,39 @@ def test_a_tie_holds_on_to_what_nobody_reads():
     assert "sine" in aside(all_are_read=False)
     # What such a tie is a custom call for.
     assert "sine" not in aside(all_are_read=True)
+
+
+def residual_loss(params, x):
+    """A loss of blocks, whose backward pass is in loops if residuals are pooled."""
+    for weight, bias in params:
+        x = x + jax.nn.gelu(x @ weight + bias)
+    return jnp.mean(x**2)
+
+
+def residual_blocks():
+    """Returns what the loss takes, for 8 blocks and 4096 rows of 512."""
+    block = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (512,)))
+    return [block] * 8, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+
+
+@pytest.mark.parametrize("bits", [2, dafjax.AverageBits(2)], ids=repr)
+def test_page_pools_are_in_loops(bits):
+    """XLA:GPU computes which part an iteration reads; no barrier may be in its way."""
+    with PagePool() as pool:
+        loss = dafjax.remat_compress(residual_loss, bits=bits, store=pool)
+        program = compile_on("H200", jax.grad(loss), *residual_blocks())
+    assert custom_calls(program) >= {"dafjax_pool_put", "dafjax_pool_get"}
+    assert any(" while(" in line for line in program.as_text().splitlines())
+
+
+def test_few_rows_are_summed_in_two_steps():
+    """XLA has 16 blocks of threads for 4096 rows of 512 columns."""
+    of_groups = []
+    for loss in (residual_loss, dafjax.remat_compress(residual_loss)):
+        text = compile_on("H200", jax.grad(loss), *residual_blocks()).as_text()
+        of_groups.append(len(re.findall(r" = f32\[16,512\]\S* reduce\(", text)))
+    # The gradients of the biases.
+    assert of_groups == [0, 8]
 
 
 def strided_loss(params, x):

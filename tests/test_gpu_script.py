@@ -103,8 +103,9 @@ def test_an_unknown_argument_is_named():
 
 def test_other_bytes_are_found(tmp_path, monkeypatch):
     def wrong():
-        yield "right", jnp.sin, jnp.sin, (jnp.ones(3),)
-        yield "wrong", jnp.sin, jnp.cos, (jnp.ones(3),)
+        operands = (jnp.ones(3),)
+        yield same_bytes.Case("right", jnp.sin, jnp.cos, jnp.sin, operands)
+        yield same_bytes.Case("wrong", jnp.sin, jnp.sin, jnp.cos, operands)
 
     monkeypatch.setattr(same_bytes, "cases", wrong)
     out = tmp_path / "out.json"

@@ -1,7 +1,8 @@
 """Custom calls on a GPU against those of the CPU: bytes of codes, values, results.
 
-And what XLA makes there of the decoder that it may fuse with what reads the values; and
-whether what programs note of importances arrives.
+And what XLA makes there of the decoder that it may fuse with what reads the values;
+what page pools give back, whoever packs; and whether what programs note of importances
+arrives. Cases are compiled several at a time.
 
 Where there is no GPU, `jax.numpy` stands in for it, so that a difference would show.
 
@@ -13,9 +14,11 @@ Examples:
 import dataclasses
 import functools
 import itertools
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -24,31 +27,52 @@ import tyro
 
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console
-from dafjax import reductions
 from dafjax._native import (
     _cuda_library,
     _reference as reference,
+    evaluate,
     ledger_note,
     make_ledger,
+    minmax,
     pack_affine,
     pack_bitmask,
+    pool_get,
     pool_hash,
+    pool_put,
+    tape_entry,
     unpack_affine,
     unpack_affine_fused,
     unpack_bitmask,
     unpack_bitmask_fused,
 )
 from dafjax._native._reduce import minmax_reference
+from dafjax.stores import PagePool
 
 
 ArrayTree = Any
-# A name, a function with custom calls, the same without, and what goes in.
-Case = tuple[
-    str, Callable[..., ArrayTree], Callable[..., ArrayTree], tuple[jax.Array, ...]
-]
 
 _SIZES = (1584, 48 * 341, 48 * 1367)
 _SEED = 7
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is computed twice.
+
+    Attributes:
+        name: What a report calls it.
+        on_cpu: What must come out, computed on the CPU.
+        on_gpu: What is compared with that, computed on the GPU.
+        stand_in: The same without custom calls for a GPU, computed where there is none.
+        operands: What goes in.
+    """
+
+    name: str
+    on_cpu: Callable[..., ArrayTree]
+    on_gpu: Callable[..., ArrayTree]
+    stand_in: Callable[..., ArrayTree]
+    operands: tuple[jax.Array, ...]
 
 
 class DifferentBytesError(Exception):
@@ -84,12 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "dafjax was built without CUDA: it is `jax.numpy` on this GPU, and nothing "
             "is there to compare. `python -m dafjax doctor` tells how to build it."
         )
-    names = []
-    different = []
-    for case in itertools.islice(cases(), 0, None, options.every):
-        names.append(case[0])
-        if not _is_same(case, device):
-            different.append(case[0])
+    compared = list(itertools.islice(cases(), 0, None, options.every))
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        same = list(threads.map(functools.partial(_is_same, device), compared))
+    names = [case.name for case in compared]
+    different = [name for name, is_same in zip(names, same, strict=True) if not is_same]
     names.append(_NOTES)
     if not notes_arrive(device):
         different.append(_NOTES)
@@ -125,25 +148,69 @@ def cases() -> Iterator[Case]:
     for number, (dtype, bits, block_size, columns, stochastic) in enumerate(grid):
         x = values(_SIZES[number % len(_SIZES)], dtype)
         code = {"bits": bits, "block_size": block_size, "columns": columns}
-        yield (
+        round_trip = functools.partial(_round_trip, stochastic=stochastic, **code)
+        yield Case(
             f"affine {dtype} {bits} {block_size} {columns} {stochastic} {x.shape[-1]}",
-            functools.partial(_round_trip, stochastic=stochastic, **code),
+            round_trip,
+            round_trip,
             functools.partial(_plain_round_trip, stochastic=stochastic, **code),
             (x, jnp.uint32(_SEED)),
         )
     for size in (0, 3, 515, 70_001):
         mask = values(size, "float32") > 0
-        yield f"bitmask {size}", _bitmask_round_trip, _plain_bitmask, (mask,)
+        yield Case(
+            f"bitmask {size}",
+            _bitmask_round_trip,
+            _bitmask_round_trip,
+            _plain_bitmask,
+            (mask,),
+        )
     for dtype, size in itertools.product(
         ("float32", "bfloat16", "float16"), (0, 63, 9000, 600_001)
     ):
         for strategy in ("parallel", "atomic", "hybrid"):
-            yield (
+            # As float32: XLA:GPU converts NaN to another one than XLA:CPU.
+            extremes = functools.partial(minmax, strategy=strategy)
+            yield Case(
                 f"minmax {dtype} {size} {strategy}",
-                functools.partial(reductions.minmax, strategy=strategy),
+                extremes,
+                extremes,
                 _plain_minmax,
                 (values(size, dtype),),
             )
+    yield from _cases_of_tapes()
+    yield from _cases_of_pools()
+
+
+def _cases_of_tapes() -> Iterator[Case]:
+    given = jnp.abs(values(24, "float32")[:1]) + 1.0
+    for length in (1, 40, 1500):
+        # Each entry reads what is given, and the one before it.
+        tape = tuple(
+            tape_entry(("multiply", "divide", "add")[i % 3], i % 24, 23 + i)
+            for i in range(length)
+        )
+        run = functools.partial(evaluate, tape=tape)
+        yield Case(f"tape {length}", run, run, run, (given,))
+
+
+def _cases_of_pools() -> Iterator[Case]:
+    grid = itertools.product(("gpu", "cpu"), (0, 48), (1, 2, 4, 8))
+    for number, (packer, columns, bits) in enumerate(grid):
+        dtype = ("float32", "bfloat16", "float16")[number % 3]
+        x = values(_SIZES[number % len(_SIZES)], dtype)
+        name = f"pool {packer} {dtype} {bits} {columns} {x.shape[-1]}"
+        code = {"bits": bits, "block_size": 256, "columns": columns}
+        through_pool = functools.partial(
+            _through_pool, pool=PagePool(packer=packer, name=name), **code
+        )
+        yield Case(
+            name,
+            functools.partial(_decoded, **code),
+            through_pool,
+            through_pool,
+            (x, jnp.uint32(_SEED)),
+        )
 
 
 def values(size: int, dtype: str) -> jax.Array:
@@ -179,6 +246,19 @@ def _plain_round_trip(
     return packed, unpacked, unpacked
 
 
+def _decoded(x: jax.Array, seed: jax.Array, **code: Any) -> jax.Array:
+    packed = pack_affine(x, seed, stochastic=True, **code)
+    return unpack_affine(*packed, size=x.shape[-1], dtype=x.dtype, **code)
+
+
+def _through_pool(
+    x: jax.Array, seed: jax.Array, *, pool: PagePool, bits: int, **blocks: Any
+) -> jax.Array:
+    blocks |= {"pool": pool_hash(pool.name)}
+    handle = pool_put(x, seed, site=0, bits=bits, max_bits=8, stochastic=True, **blocks)
+    return pool_get(handle, rows=x.shape, dtype=x.dtype, **blocks)
+
+
 def _bitmask_round_trip(mask: jax.Array) -> ArrayTree:
     words = pack_bitmask(mask)
     size, shape = mask.shape[-1], mask.shape
@@ -195,7 +275,7 @@ def _plain_bitmask(mask: jax.Array) -> ArrayTree:
 
 def _plain_minmax(x: jax.Array) -> ArrayTree:
     minimum, maximum, _ = minmax_reference(x, strategy="parallel")
-    return minimum.astype(x.dtype), maximum.astype(x.dtype)
+    return minimum, maximum
 
 
 def notes_arrive(device: jax.Device) -> bool:
@@ -221,11 +301,11 @@ def notes_arrive(device: jax.Device) -> bool:
 _NOTES = "notes of importances"
 
 
-def _is_same(case: Case, device: jax.Device) -> bool:
-    _, function, plain, operands = case
-    expected = jax.jit(function)(*jax.device_put(operands, jax.devices("cpu")[0]))
-    chosen = plain if device.platform == "cpu" else function
-    actual = jax.jit(chosen)(*jax.device_put(operands, device))
+def _is_same(device: jax.Device, case: Case) -> bool:
+    cpu = jax.devices("cpu")[0]
+    expected = jax.jit(case.on_cpu)(*jax.device_put(case.operands, cpu))
+    chosen = case.stand_in if device.platform == "cpu" else case.on_gpu
+    actual = jax.jit(chosen)(*jax.device_put(case.operands, device))
     return all(
         np.asarray(a).tobytes() == np.asarray(b).tobytes()
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)

@@ -204,28 +204,40 @@ def unpack_affine(
     code = arrange(code)
     scale = arrange(blocks.spread(scale, positions))
     minimum = arrange(blocks.spread(minimum, positions))
-    is_flagged = fb.bfloat16_bits(scale) >> jnp.uint32(15)
-    scale = jnp.abs(scale.astype(jnp.float32))
+    scale = scale.astype(jnp.float32)
     minimum = minimum.astype(jnp.float32)
-    step = code.astype(jnp.int32).astype(jnp.float32)
+    half_step = _half(code)
     if kept < bits:
         alike = 2 ** (bits - kept)
-        step = step * jnp.float32(alike) + jnp.float32((alike - 1) / 2)
+        half_step = half_step * jnp.float32(alike) + jnp.float32((alike - 1) / 4)
     # Halved where the product could overflow. The product is exact either way, so that
     # a fused multiply-add changes nothing, and so is doubling the sum.
     is_large = shape is not None or minimum <= _LARGE_MINIMUM
     shrink = jnp.where(is_large, jnp.float32(0.5), jnp.float32(1))
     grow = jnp.where(is_large, jnp.float32(2), jnp.float32(1))
-    value = (minimum * shrink + (step * shrink) * scale) * grow
+    product = half_step * jnp.abs(scale)
+    value = (minimum * shrink + product * (shrink + shrink)) * grow
     value = fb.round_to(value, dtype)
 
-    # In integers: XLA:GPU would write booleans to memory, to decode less often.
-    special = is_flagged if kept == 0 else is_flagged & (code >> jnp.uint32(kept - 1))
+    # In integers: XLA:GPU would write booleans to memory, to decode less often. The
+    # sign of a scale is its flag; in flagged blocks codes with a top bit are special.
+    top = code << jnp.uint32(32 - kept) if kept else jnp.uint32(1 << 31)
+    special = lax.bitcast_convert_type(fb.to_bits(scale) & top, jnp.int32)
     word = jnp.uint32 if dtype == jnp.float32 else jnp.uint16
-    mask = -special.astype(word)
+    mask = (special >> jnp.int32(31)).astype(word)
     finite = lax.bitcast_convert_type(value, word) & ~mask
     not_finite = _not_finite_bits(code, kept, dtype).astype(word) & mask
     return lax.bitcast_convert_type(finite | not_finite, dtype)
+
+
+def _half(code: Array) -> Array:
+    """Returns half of a code of 8 bits at most, exactly: one operation on floats."""
+    base = _HALF_IS_LAST.view(np.uint32)
+    return fb.from_bits(code | base) - _HALF_IS_LAST
+
+
+# The last bit of a float32 is a half from here on.
+_HALF_IS_LAST = np.float32(2.0**22)
 
 
 def _not_finite_bits(code: Array, bits: int, dtype: np.dtype) -> Array:

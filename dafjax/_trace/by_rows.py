@@ -15,6 +15,7 @@ import jax.extend.core as jex_core
 from dafjax._trace.convolution_in_loop import convolve_in_loop
 from dafjax._trace.equation import Equation
 from dafjax._trace.primitives import is_elementwise
+from dafjax._trace.sums import summing_rows
 
 
 def rows_read(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
@@ -158,7 +159,7 @@ def _evaluate(
     jaxpr: jex_core.Jaxpr, operands: Sequence[Any], num_rows: int, num_there: int
 ) -> list[Any]:
     env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-    for eqn in jaxpr.eqns:
+    for eqn in map(summing_rows, jaxpr.eqns):
         read = [
             a.val if isinstance(a, jex_core.Literal) else env[a] for a in eqn.invars
         ]

@@ -16,6 +16,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
 from dafjax._trace.primitives import is_cheap, looks_up
+from dafjax._trace.sums import summing_rows
 
 
 @final
@@ -222,7 +223,8 @@ def look_up(atoms: Iterable[Atom], env: Mapping[int, Any]) -> list[Any]:
 
 def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Runs one equation on arrays or tracers, one for each of `equation.inputs`."""
-    return jax.core.eval_jaxpr(equation.jaxpr, (), *operands)
+    jaxpr = equation.jaxpr.replace(eqns=list(map(summing_rows, equation.jaxpr.eqns)))
+    return jax.core.eval_jaxpr(jaxpr, (), *operands)
 
 
 def call_instead(

@@ -17,12 +17,14 @@
 #include "cpu/instruction_sets.h"
 #include "cpu/kernels.h"
 #include "cpu/paged_words.h"
+#include "cuda/graph.h"
 #include "cuda/kernels.h"
 #include "format/affine.h"
 #include "format/columns.h"
 #include "format/float_type.h"
 #include "format/packed.h"
 #include "simulator/grid.h"
+#include "simulator/runtime.h"
 #include "values.h"
 
 namespace dafjax {
@@ -252,7 +254,42 @@ void TestCopies() {
   const Array<uint8_t> y(100, 0, 0);
   CheckLaunched(CopyOnDevice(nullptr, x.data(), x.nbytes(), y.data()));
   CHECK(x == y);
+}
+
+// What is recorded is done as often as it is launched, and no earlier.
+void TestGraphs() {
+  const Array<uint8_t> x(100, 0, 7);
+  const Array<uint8_t> y(100, 0, 0);
+  Graph graph;
+  CheckLaunched(graph.Record(
+      [&](Stream stream) { return CopyOnDevice(stream, x.data(), x.nbytes(), y.data()); }));
+  CHECK(!(x == y));
+  for (int launch = 0; launch < 2; ++launch) {
+    CheckLaunched(ClearOnDevice(nullptr, y.data(), y.nbytes()));
+    CheckLaunched(graph.Launch(nullptr));
+    CHECK(x == y);
+  }
+  Graph other;
+  CHECK(other.Record([](Stream) -> Failure { return "no"; }) != nullptr);
+  CHECK(other.Launch(nullptr) != nullptr);
+}
+
+// A node for a stream that is captured, nothing for others.
+void TestEmptyGraphs() {
   CheckLaunched(FillEmptyGraph(nullptr));
+  cudaStream_t stream = nullptr;
+  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  for (size_t wanted = 0; wanted < 3; ++wanted) {
+    cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
+    for (size_t i = 0; i < wanted; ++i) CheckLaunched(FillEmptyGraph(stream));
+    cudaGraph_t graph = nullptr;
+    cudaStreamEndCapture(stream, &graph);
+    size_t count = 0;
+    cudaGraphGetNodes(graph, nullptr, &count);
+    CHECK(count == wanted);
+    cudaGraphDestroy(graph);
+  }
+  cudaStreamDestroy(stream);
 }
 
 // What no grid covers is refused, before anything is touched.
@@ -270,6 +307,8 @@ void TestHugeArrays() {
 int Main(const std::string& depth) {
   Random random;
   TestCopies();
+  TestGraphs();
+  TestEmptyGraphs();
   TestHugeArrays();
   TestBitmasks(&random);
   TestExtents(&random);

@@ -61,9 +61,8 @@ message(STATUS "dafjax is built with CUDA ${CMAKE_CUDA_COMPILER_VERSION} for "
   "${architectures}")
 
 add_library(dafjax_cuda MODULE
-  cuda/bitmask.cu cuda/copy.cu cuda/notes.cu cuda/pack_affine.cu cuda/pack_entry.cu
-  cuda/reduce.cu cuda/tape.cu cuda/unpack_affine.cu cuda/unpack_entry.cu
-  cuda/update_table.cu
+  cuda/bitmask.cu cuda/notes.cu cuda/pack_affine.cu cuda/pack_entry.cu cuda/reduce.cu
+  cuda/tape.cu cuda/unpack_affine.cu cuda/unpack_entry.cu cuda/update_table.cu
   ffi/affine_checks.cc ffi/bitmask_checks.cc ffi/checks.cc ffi/cuda_affine.cc
   ffi/cuda_bitmask.cc ffi/cuda_facts.cc ffi/cuda_ledger.cc ffi/cuda_pool.cc
   ffi/cuda_reduce.cc ffi/cuda_tape.cc ffi/cuda_tie.cc ffi/pool_checks.cc
@@ -71,6 +70,7 @@ add_library(dafjax_cuda MODULE
   ffi/tied_buffers.cc)
 # What only the host runs: nvcc compiles it once, not for every architecture.
 add_library(dafjax_cuda_host OBJECT
+  cuda/copy.cu cuda/graph.cu
   device_pool/device_pool.cu device_pool/entry_packer.cu device_pool/host_packer.cu
   device_pool/mapped_memory.cu device_pool/note_queue.cu device_pool/told_entries.cu
   ledger/device_notes.cu)

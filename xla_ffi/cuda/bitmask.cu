@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cuda/device.h"
+#include "cuda/graph.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "format/packed.h"

@@ -64,9 +64,6 @@ Failure WaitForStream(Stream stream);
 // Sets bytes to 0.
 Failure ClearOnDevice(Stream stream, void* data, int64_t nbytes);
 
-// Enqueues a kernel that does nothing if the stream is captured, and nothing otherwise.
-Failure FillEmptyGraph(Stream stream);
-
 }  // namespace dafjax
 
 #endif  // DAFJAX_CUDA_KERNELS_H_

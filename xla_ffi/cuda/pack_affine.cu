@@ -1,5 +1,6 @@
 #include <cstdint>
 
+#include "cuda/graph.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/pack_launch.h"

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/device.h"
+#include "cuda/graph.h"
 #include "cuda/launch.h"
 #include "format/tape.h"
 

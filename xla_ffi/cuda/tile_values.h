@@ -40,13 +40,22 @@ struct TilePlace {
   int64_t tile;  // of the row
 };
 
+// Of numbers that are not negative. Divisions of 64 bits take long, and most numbers have
+// fewer.
+DAFJAX_DEVICE int64_t Quotient(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) {
+    return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  }
+  return a / b;
+}
+
 // Of number `slot` among `slots_per_row` of each row. Divisions take long, and most
 // batches are of one row: what is beyond that has a tile beyond it, and what is beyond
 // several rows a row beyond them.
 DAFJAX_DEVICE TilePlace PlaceOfSlot(int64_t slot, int64_t slots_per_row,
                                     int64_t num_rows) {
   if (num_rows == 1) return {0, slot};
-  const int64_t row = slot / slots_per_row;
+  const int64_t row = Quotient(slot, slots_per_row);
   return {row, slot - row * slots_per_row};
 }
 

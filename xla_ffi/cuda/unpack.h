@@ -22,7 +22,7 @@ struct UnpackJob {
   int64_t row_elements;
   int64_t tiles_per_row;
   int64_t blocks_per_row;
-  int64_t block_size;
+  int log2_block_size;
   int64_t width;  // of a folded row, if blocks are of columns
 };
 
@@ -68,16 +68,13 @@ DAFJAX_DEVICE uint32_t NonFiniteBits(FloatType type, uint32_t code) {
 }
 
 // Decodes what a thread has of a tile: no padding, of blocks that are not flagged.
-// `kBits` are left of each code, `left` says what that stands for.
-// `parameters_of(row, joined)` sets the parameters of the thread's lanes; all lanes of the
-// warp ask together.
-template <int kBits, FloatType kType, typename Row, typename Left,
-          typename ParametersOfRow>
-DAFJAX_DEVICE void DecodeTileAs(const CodesOfThread<Row>& from, const Piece& piece,
+// `reader` has loaded the codes, of which `kBits` are left; `left` says what that stands
+// for. `parameters_of(row, joined)` sets the parameters of the thread's lanes; all lanes of
+// the warp ask together.
+template <int kBits, FloatType kType, typename Left, typename ParametersOfRow>
+DAFJAX_DEVICE void DecodeTileAs(const CodeReader<kBits>& reader, const Piece& piece,
                                 const Left& left, const ParametersOfRow& parameters_of,
                                 const MutableFloatArray& y) {
-  CodeReader<kBits> reader;
-  reader.Load(from);
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     uint32_t joined[kThreadLanes];
@@ -137,8 +134,9 @@ DAFJAX_DEVICE void DecodeTileWithFlags(const CodesOfThread<Row>& from,
 }
 
 // The part of a thread in decoding a batch of rows. `decode(row, tile, first_lane, exists,
-// piece, parameters_of, y, is_plain)` decodes its part of tile `tile` of row `row`; without
-// padding or flags that `is_plain`. `kColumns`: blocks are of columns.
+// piece, parameters_of, y, is_plain)` decodes its part of tile `tile` of row `row`;
+// `is_plain()` tells whether that has no padding and no flags, and waits for parameters.
+// All lanes of the warp ask together. `kColumns`: blocks are of columns.
 template <bool kColumns, typename Codes, typename DecodePart>
 DAFJAX_DEVICE void UnpackPart(const UnpackJob& job, const Codes& codes,
                               const DecodePart& decode) {
@@ -154,8 +152,8 @@ DAFJAX_DEVICE void UnpackPart(const UnpackJob& job, const Codes& codes,
 
   const int64_t lane_groups = kColumns ? job.width / kTileLanes : 1;
   const int64_t stride = kColumns ? job.width : kTileLanes;
-  const int64_t tile_row = tile / lane_groups;
-  const int64_t lane_of_row = tile % lane_groups * kTileLanes + first_lane;
+  const int64_t tile_row = kColumns ? Quotient(tile, lane_groups) : tile;
+  const int64_t lane_of_row = (tile - tile_row * lane_groups) * kTileLanes + first_lane;
   const int64_t first = tile_row * kTileRows * stride + lane_of_row;
   const Piece piece = {stride, exists ? job.row_elements - first : 0};
   const bool all_whole = __all_sync(kAllLanes, piece.IsWhole());
@@ -165,7 +163,7 @@ DAFJAX_DEVICE void UnpackPart(const UnpackJob& job, const Codes& codes,
   if (exists) {
     if constexpr (kColumns) {
       const int64_t block = first_block +
-                            tile_row * kTileRows / job.block_size * job.width +
+                            (tile_row * kTileRows >> job.log2_block_size) * job.width +
                             lane_of_row;
       const uint2 scale = LoadWords(codes.Scale(block), codes.aligned);
       const uint2 minimum = LoadWords(codes.Minimum(block), codes.aligned);
@@ -175,7 +173,7 @@ DAFJAX_DEVICE void UnpackPart(const UnpackJob& job, const Codes& codes,
       own[3] = JoinParameters(scale.y >> 16, minimum.y >> 16);
     } else {
       const int64_t block =
-          (tile * kTileElements + part * kMinBlockSize) / job.block_size;
+          (tile * kTileElements + part * kMinBlockSize) >> job.log2_block_size;
       // The padding of a last tile may be in blocks that are not stored.
       if (block < job.blocks_per_row) {
         own[0] = JoinParameters(*codes.Scale(first_block + block),
@@ -183,11 +181,6 @@ DAFJAX_DEVICE void UnpackPart(const UnpackJob& job, const Codes& codes,
       }
     }
   }
-  bool flagged = false;
-  DAFJAX_UNROLL
-  for (int i = 0; i < kThreadLanes; ++i) flagged = flagged || IsFlagged(own[i]);
-  const bool any_flagged = __any_sync(kAllLanes, flagged);
-
   const int first_thread = lane_of_warp - part;
   const auto parameters_of = [&](int r, uint32_t(&joined)[kThreadLanes]) {
     if constexpr (kColumns) {
@@ -202,22 +195,31 @@ DAFJAX_DEVICE void UnpackPart(const UnpackJob& job, const Codes& codes,
     }
   };
   const MutableFloatArray y = job.y.From(row * job.row_elements + first);
-  decode(row, tile, first_lane, exists, piece, parameters_of, y,
-         all_whole && y.aligned && !any_flagged);
+  const auto is_plain = [&] {
+    bool flagged = false;
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) flagged = flagged || IsFlagged(own[i]);
+    return !__any_sync(kAllLanes, flagged) && all_whole && y.aligned;
+  };
+  decode(row, tile, first_lane, exists, piece, parameters_of, y, is_plain);
 }
 
 // Decodes a thread's part of a tile of which `kBits` are left.
-template <int kBits, typename Codes, typename Left, typename ParametersOfRow>
+template <int kBits, typename Codes, typename Left, typename ParametersOfRow,
+          typename IsPlain>
 DAFJAX_DEVICE void DecodePart(const UnpackJob& job, const Codes& codes, const Left& left,
                               int64_t row, int64_t tile, int first_lane, bool exists,
                               const Piece& piece, const ParametersOfRow& parameters_of,
-                              const MutableFloatArray& y, bool is_plain) {
+                              const MutableFloatArray& y, const IsPlain& is_plain) {
   using Row = decltype(codes.template Row<kBits>(row, tile, job.tiles_per_row));
   const CodesOfThread<Row> from = {
       exists ? codes.template Row<kBits>(row, tile, job.tiles_per_row) : Row{}, tile,
       first_lane, exists};
-  if (is_plain) {
-    DecodeTile<kBits>(y.type, from, piece, left, parameters_of, y);
+  // Codes and parameters are waited for together, not one after the other.
+  CodeReader<kBits> reader = {};
+  if (exists) reader.Load(from);
+  if (is_plain()) {
+    DecodeTile<kBits>(y.type, reader, piece, left, parameters_of, y);
   } else {
     DecodeTileWithFlags<kBits>(from, piece, left, parameters_of, y);
   }

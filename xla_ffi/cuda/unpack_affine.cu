@@ -1,6 +1,7 @@
 #include <cstdint>
 
 #include "cuda/device.h"
+#include "cuda/graph.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/packed_places.h"

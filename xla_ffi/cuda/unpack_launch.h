@@ -20,7 +20,7 @@ inline UnpackJob UnpackJobOf(const AffineShape& shape, void* y) {
           shape.row_elements,
           shape.NumTiles(),
           shape.NumBlocks(),
-          shape.block_size,
+          Log2(shape.block_size),
           shape.columns == 0 ? 0 : ColumnLayout(shape.row_elements, shape.columns).width};
 }
 

@@ -1,7 +1,9 @@
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "cuda/graph.h"
 #include "cuda/kernels.h"
 #include "ffi/cuda_handlers.h"
 #include "ffi/device_stream.h"
@@ -42,6 +44,9 @@ ffi::Error SumOfSquaresHandler(Stream stream, ffi::AnyBuffer x, Result sum,
                            WordsOf(*scratch), FloatsOf(*sum), nullptr));
 }
 
+// So many that waiting for the device, and launching the first, are little of the time.
+constexpr int kGraphsAtOnce = 8;
+
 ffi::Error TimeReductionsHandler(Stream stream, ffi::AnyBuffer x, Result seconds,
                                  Result scratch, Result first, Result second,
                                  ffi::Span<const int64_t> timed) {
@@ -49,19 +54,32 @@ ffi::Error TimeReductionsHandler(Stream stream, ffi::AnyBuffer x, Result seconds
   const ffi::ErrorOr<ReductionTiming> timing =
       CheckReductionTiming(call, x, *seconds, *scratch, *first, *second, timed);
   if (timing.has_error()) return timing.error();
-  const auto run = [&](const TimedReduction& one) -> Failure {
-    for (int64_t i = 0; i < one.launches; ++i) {
-      const Failure failure = ReduceOnDevice(
-          stream, one.reduction, one.strategy, FloatType::kFloat32, one.num_rows,
-          one.row_elements, timing->x, timing->scratch, timing->first, timing->second);
-      if (failure != nullptr) return failure;
+  std::vector<Graph> graphs(timing->timed.size());
+  for (size_t i = 0; i < graphs.size(); ++i) {
+    const Failure failure =
+        graphs[i].Record([&, one = timing->timed[i]](Stream recorded) -> Failure {
+          for (int64_t launch = 0; launch < one.launches; ++launch) {
+            const Failure of_one = ReduceOnDevice(
+                recorded, one.reduction, one.strategy, FloatType::kFloat32,
+                one.num_rows, one.row_elements, timing->x, timing->scratch,
+                timing->first, timing->second);
+            if (of_one != nullptr) return of_one;
+          }
+          return nullptr;
+        });
+    if (failure != nullptr) return Enqueued(call, failure);
+  }
+  const auto run = [&](size_t number) -> Failure {
+    for (int i = 0; i < kGraphsAtOnce; ++i) {
+      if (const Failure failure = graphs[number].Launch(stream)) return failure;
     }
     return WaitForStream(stream);
   };
   // What was enqueued before is not timed.
   Failure failure = WaitForStream(stream);
   if (failure != nullptr) return Enqueued(call, failure);
-  const std::vector<float> took = TimeReductions(*timing, run, &failure);
+  const std::vector<float> took =
+      TimeReductions(*timing, kGraphsAtOnce, run, &failure);
   if (failure != nullptr) return Enqueued(call, failure);
   return Enqueued(call, CopyToDevice(stream, took.data(),
                                      static_cast<int64_t>(took.size() * sizeof(float)),

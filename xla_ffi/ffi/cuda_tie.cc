@@ -1,5 +1,6 @@
 #include <cstdint>
 
+#include "cuda/graph.h"
 #include "cuda/kernels.h"
 #include "ffi/cuda_handlers.h"
 #include "ffi/device_stream.h"

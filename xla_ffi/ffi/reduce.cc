@@ -1,3 +1,4 @@
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -49,7 +50,8 @@ ffi::Error TimeReductionsHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, Result 
   const ffi::ErrorOr<ReductionTiming> timing = CheckReductionTiming(
       "time_reductions", x, *seconds, *scratch, *first, *second, timed);
   if (timing.has_error()) return timing.error();
-  const auto run = [&](const TimedReduction& one) -> const char* {
+  const auto run = [&](size_t number) -> const char* {
+    const TimedReduction& one = timing->timed[number];
     for (int64_t i = 0; i < one.launches; ++i) {
       ReduceRows(one.reduction, one.strategy, FloatType::kFloat32, one.num_rows,
                  one.row_elements, timing->x, timing->scratch, timing->first,
@@ -58,7 +60,7 @@ ffi::Error TimeReductionsHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, Result 
     return nullptr;
   };
   const char* failure = nullptr;
-  const std::vector<float> took = TimeReductions(*timing, run, &failure);
+  const std::vector<float> took = TimeReductions(*timing, 1, run, &failure);
   if (!took.empty()) {
     std::memcpy(FloatsOf(*seconds), took.data(), took.size() * sizeof(float));
   }

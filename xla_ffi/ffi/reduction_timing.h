@@ -2,6 +2,7 @@
 #define DAFJAX_FFI_REDUCTION_TIMING_H_
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -39,23 +40,24 @@ xla::ffi::ErrorOr<ReductionTiming> CheckReductionTiming(
     xla::ffi::Span<const int64_t> timed);
 
 // Returns the seconds of one launch of each, all reductions in turn, round by round.
-// `run` makes the launches of a reduction and waits until they are done; it returns null,
-// or what went wrong, which goes to `*failure`.
+// `run` makes the launches of the reduction of some number, `times` as many as it has, and
+// waits until they are done; it returns null, or what went wrong, which goes to `*failure`.
 template <typename Run>
-std::vector<float> TimeReductions(const ReductionTiming& timing, const Run& run,
-                                  const char** failure) {
+std::vector<float> TimeReductions(const ReductionTiming& timing, int times,
+                                  const Run& run, const char** failure) {
   using Clock = std::chrono::steady_clock;
   std::vector<float> seconds;
   // The first round is not counted: it wakes threads, and loads code and memory.
   for (int64_t round = -1; round < timing.num_rounds; ++round) {
-    for (const TimedReduction& timed : timing.timed) {
+    for (size_t number = 0; number < timing.timed.size(); ++number) {
       const Clock::time_point start = Clock::now();
-      *failure = run(timed);
+      *failure = run(number);
       if (*failure != nullptr) return seconds;
       const std::chrono::duration<double> took = Clock::now() - start;
       if (round < 0) continue;
+      const int64_t launches = times * timing.timed[number].launches;
       seconds.push_back(
-          static_cast<float>(took.count() / static_cast<double>(timed.launches)));
+          static_cast<float>(took.count() / static_cast<double>(launches)));
     }
   }
   return seconds;

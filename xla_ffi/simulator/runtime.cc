@@ -19,11 +19,21 @@ using Work = std::function<const char*()>;
 
 }  // namespace
 
+// The nodes are work, in order; an empty one is work that does nothing.
+struct CUgraph_st {
+  std::vector<Work> nodes;
+};
+
+struct CUgraphExec_st {
+  std::vector<Work> nodes;
+};
+
 // Invariant: done + pending.size() is how much was ever enqueued.
 struct CUstream_st {
   std::deque<Work> pending;
   uint64_t done = 0;
   std::string error;
+  cudaGraph_t captured = nullptr;  // null: it is not
 };
 
 // The work of a stream up to some place; none before it was recorded.
@@ -88,6 +98,10 @@ const char* Enqueue(cudaStream_t stream, Work work) {
   if (stream == nullptr) return work();
   Runtime& runtime = TheRuntime();
   const std::lock_guard<std::recursive_mutex> guard(runtime.lock);
+  if (stream->captured != nullptr) {
+    stream->captured->nodes.push_back(std::move(work));
+    return nullptr;
+  }
   stream->pending.push_back(std::move(work));
   DoSome(&runtime);
   return nullptr;
@@ -154,11 +168,6 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t nbytes, cudaStream_t str
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-
 const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess: return "no error";
@@ -172,6 +181,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "pointer does not correspond to a registered memory region";
     case cudaErrorLaunchFailure: return "unspecified launch failure";
     case cudaErrorNotPermitted: return "operation not permitted";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
     default: return "unrecognized error code";
   }
 }
@@ -248,6 +259,80 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
     in_host_function = false;
     return nullptr;
   });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  if (stream == nullptr) return cudaErrorStreamCaptureUnsupported;
+  stream->captured = new CUgraph_st;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  if (stream->captured == nullptr) return cudaErrorInvalidValue;
+  *graph = std::exchange(stream->captured, nullptr);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long*, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** dependencies, const void*,
+                                     size_t* num_dependencies) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  const bool active = stream != nullptr && stream->captured != nullptr;
+  *status = active ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *graph = active ? stream->captured : nullptr;
+  *dependencies = nullptr;
+  *num_dependencies = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t*,
+                                                const void*, size_t, unsigned) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  return stream->captured != nullptr ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t cudaGraphAddEmptyNode(cudaGraphNode_t* node, cudaGraph_t graph,
+                                  const cudaGraphNode_t*, size_t) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  graph->nodes.push_back([]() -> const char* { return nullptr; });
+  *node = nullptr;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  *count = graph->nodes.size();
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  delete graph;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* to, cudaGraph_t graph,
+                                 unsigned long long) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  *to = new CUgraphExec_st{graph->nodes};
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  if (graph == nullptr) return cudaErrorInvalidValue;
+  for (const Work& work : graph->nodes) {
+    if (Enqueue(stream, work) != nullptr) return cudaErrorLaunchFailure;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  delete graph;
   return cudaSuccess;
 }
 

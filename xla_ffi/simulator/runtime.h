@@ -17,8 +17,14 @@
 using cudaError_t = int;
 struct CUstream_st;
 struct CUevent_st;
+struct CUgraph_st;
+struct CUgraphNode_st;
+struct CUgraphExec_st;
 using cudaStream_t = CUstream_st*;
 using cudaEvent_t = CUevent_st*;
+using cudaGraph_t = CUgraph_st*;
+using cudaGraphNode_t = CUgraphNode_st*;
+using cudaGraphExec_t = CUgraphExec_st*;
 using cudaHostFn_t = void (*)(void*);
 
 inline constexpr cudaError_t cudaSuccess = 0;
@@ -30,13 +36,18 @@ inline constexpr cudaError_t cudaErrorHostMemoryAlreadyRegistered = 712;
 inline constexpr cudaError_t cudaErrorHostMemoryNotRegistered = 713;
 inline constexpr cudaError_t cudaErrorLaunchFailure = 719;
 inline constexpr cudaError_t cudaErrorNotPermitted = 800;
+inline constexpr cudaError_t cudaErrorStreamCaptureUnsupported = 900;
 
 enum cudaMemcpyKind {
   cudaMemcpyDeviceToDevice,
   cudaMemcpyHostToDevice,
   cudaMemcpyDeviceToHost,
 };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone,
+  cudaStreamCaptureStatusActive,
+};
+enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
 enum cudaDeviceAttr {
   cudaDevAttrCanMapHostMemory,
   cudaDevAttrHostRegisterSupported,
@@ -47,12 +58,12 @@ inline constexpr unsigned cudaHostAllocMapped = 2;
 inline constexpr unsigned cudaHostRegisterPortable = 1;
 inline constexpr unsigned cudaHostRegisterMapped = 2;
 inline constexpr unsigned cudaStreamNonBlocking = 1;
+inline constexpr unsigned cudaStreamSetCaptureDependencies = 1;
 inline constexpr unsigned cudaEventDisableTiming = 2;
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t nbytes, cudaMemcpyKind,
                             cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void* to, int value, size_t nbytes, cudaStream_t stream);
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status);
 const char* cudaGetErrorString(cudaError_t error);
 
 cudaError_t cudaGetDevice(int* device);
@@ -65,6 +76,29 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
 // `function` must not call CUDA: whatever it calls fails.
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data);
+
+// Graphs: what a stream is told while it is captured, in order. They have the signatures
+// of CUDA 13; edges have no data here, and a node waits for all before it.
+#define CUDART_VERSION 13000
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** dependencies,
+                                     const void* edges, size_t* num_dependencies);
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream,
+                                                cudaGraphNode_t* dependencies,
+                                                const void* edges,
+                                                size_t num_dependencies, unsigned flags);
+cudaError_t cudaGraphAddEmptyNode(cudaGraphNode_t* node, cudaGraph_t graph,
+                                  const cudaGraphNode_t* dependencies,
+                                  size_t num_dependencies);
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* count);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* to, cudaGraph_t graph,
+                                 unsigned long long flags);
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph);
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);

@@ -1,0 +1,105 @@
+"""Sums over leading axes, which GPUs take in two steps where rows are few."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dafjax
+from dafjax._native import _sum_rows, sum_rows_p
+from dafjax._trace.sums import summing_rows
+
+
+def like(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("x", "num_axes", "groups"),
+    [
+        (like(256, 4, 4, 512), 3, 16),
+        # So few columns that a group is as small as it may be.
+        (like(4096, 64), 1, 32),
+        # Of a transformer's batch there are that many sequences.
+        (like(8, 512, 768), 2, 8),
+        (like(6, 512, 2048), 2, 3),
+        # What XLA does in two steps, what is small, and what cannot be divided.
+        (like(4097, 64), 1, 1),
+        (like(255, 64), 1, 1),
+        (like(4093, 64), 1, 1),
+        (like(1, 4096, 64), 2, 1),
+        (like(4096), 1, 1),
+        (like(4096, 64, dtype="bfloat16"), 1, 1),
+        (like(0, 64), 1, 1),
+        (like(4096, 0), 1, 1),
+    ],
+)
+def test_rows_are_divided_among_blocks_of_threads(x, num_axes, groups):
+    assert _sum_rows.num_groups(x, tuple(range(num_axes))) == groups
+
+
+@pytest.mark.parametrize("shape", [(64, 5, 7, 3), (2048, 40), (3, 4)])
+def test_two_steps_make_the_sum(shape):
+    x = jax.random.normal(jax.random.key(0), shape)
+    axes = tuple(range(len(shape) - 1))
+    got = jax.jit(functools.partial(_sum_rows._sum_in_two_steps, axes=axes))(x)
+    np.testing.assert_allclose(got, np.sum(x, axis=axes), rtol=1e-5, atol=1e-4)
+
+
+def sum_rows(x):
+    return sum_rows_p.bind(x, axes=(0, 1))
+
+
+_WEIGHTS = np.arange(4.0, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.grad(lambda x: jnp.vdot(f(x) ** 2, _WEIGHTS)),
+        lambda f: jax.hessian(lambda x: jnp.vdot(f(x) ** 2, _WEIGHTS)),
+        lambda f: lambda x: jax.jvp(f, (x,), (2 * x,)),
+        lambda f: lambda x: jax.vmap(f, in_axes=2)(jnp.stack([x, -x], axis=2)),
+    ],
+    ids=["grad", "hessian", "jvp", "vmap"],
+)
+def test_derivatives_and_batches_are_those_of_a_sum(transform):
+    x = jax.random.normal(jax.random.key(0), (3, 5, 4))
+    got = transform(sum_rows)(x)
+    want = transform(functools.partial(jnp.sum, axis=(0, 1)))(x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
+
+
+@pytest.mark.parametrize(
+    ("axes", "dtype", "changed"),
+    [
+        ((0,), "float32", True),
+        ((0, 1), "float32", True),
+        ((1,), "float32", False),
+        ((0, 2), "float32", False),
+        ((0, 1, 2), "float32", False),
+        ((0,), "int32", False),
+    ],
+)
+def test_sums_over_leading_axes_are_sums_of_rows(axes, dtype, changed):
+    x = jnp.ones((4, 3, 2), dtype)
+    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, axes))(x).eqns
+    assert (summing_rows(eqn).primitive is sum_rows_p) == changed
+
+
+def test_gradients_are_sums_of_rows():
+    keys = jax.random.split(jax.random.key(0))
+    weight = jax.random.normal(keys[0], (64, 64)) / 8
+
+    def loss(bias, x):
+        for _ in range(3):
+            x = jnp.sin(x @ weight + bias)
+        return jnp.sum(x)
+
+    gradient = jax.grad(dafjax.remat_compress(loss, bits=8))
+    args = jnp.ones(64), jax.random.normal(keys[1], (512, 64))
+    assert "dafjax_sum_rows" in str(jax.make_jaxpr(gradient)(*args))
+    want = jax.grad(loss)(*args)
+    np.testing.assert_allclose(gradient(*args), want, atol=0.01 * jnp.abs(want).max())
