@@ -86,7 +86,7 @@ def test_derivatives_and_batches_are_those_of_a_sum(transform):
 def test_sums_over_leading_axes_are_sums_of_rows(axes, dtype, changed):
     x = jnp.ones((4, 3, 2), dtype)
     (eqn,) = jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, axes))(x).eqns
-    assert (summing_rows(eqn).primitive is sum_rows_p) == changed
+    assert (summing_rows(eqn, [x]).primitive is sum_rows_p) == changed
 
 
 def test_gradients_are_sums_of_rows():

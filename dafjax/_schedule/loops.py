@@ -174,10 +174,13 @@ class _RunningLoop:
         fused = codec.decodes_fused and value not in self._written
         after = tie_waiting(item, part, after, fused=fused)
         # What waits is the number, so that XLA can take a part of the codes in the
-        # kernel that decodes it. It is no tie, for XLA:GPU computes numbers of
-        # iterations ahead, and fails where a barrier is in their way.
-        late = number + after.astype(number.dtype)
-        bits = jax.tree.map(lambda x: self._rows.part(x, late), self._coded[value])
+        # kernel that decodes it. For what is no such kernel XLA:GPU computes numbers
+        # ahead, and fails where a barrier is in their way.
+        if fused:
+            number, after = tie(number, after)
+        else:
+            number = number + after.astype(number.dtype)
+        bits = jax.tree.map(lambda x: self._rows.part(x, number), self._coded[value])
         codes = jax.tree.map(_from_bits, bits, self._packed[value])
         decode = codec.decode_fused if fused else codec.decode
         part[value] = decode(codes, self._likes[value])

@@ -159,7 +159,7 @@ def _evaluate(
     jaxpr: jex_core.Jaxpr, operands: Sequence[Any], num_rows: int, num_there: int
 ) -> list[Any]:
     env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-    for eqn in map(summing_rows, jaxpr.eqns):
+    for eqn in jaxpr.eqns:
         read = [
             a.val if isinstance(a, jex_core.Literal) else env[a] for a in eqn.invars
         ]
@@ -173,7 +173,8 @@ def _evaluate(
             for name in ("shape", "new_sizes"):
                 if name in params:
                     params[name] = (num_there, *params[name][1:])
-            results = [eqn.primitive.bind(*read, **params)]
+            eqn = summing_rows(eqn.replace(params=params), read)
+            results = [eqn.primitive.bind(*read, **eqn.params)]
         env.update(zip(eqn.outvars, results, strict=True))
     return [env[var] for var in jaxpr.outvars]
 

@@ -223,7 +223,8 @@ def look_up(atoms: Iterable[Atom], env: Mapping[int, Any]) -> list[Any]:
 
 def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Runs one equation on arrays or tracers, one for each of `equation.inputs`."""
-    jaxpr = equation.jaxpr.replace(eqns=list(map(summing_rows, equation.jaxpr.eqns)))
+    (eqn,) = equation.jaxpr.eqns
+    jaxpr = equation.jaxpr.replace(eqns=[summing_rows(eqn, operands)])
     return jax.core.eval_jaxpr(jaxpr, (), *operands)
 
 

@@ -1,20 +1,26 @@
 """Sums over leading axes, as programs run them."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex_core
 import numpy as np
 
 from dafjax._native import sum_rows_p
 
 
-def summing_rows(eqn: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
-    """Returns an equation that computes the same, and sums over rows as `sum_rows`."""
-    return (
-        eqn
-        if not _sums_rows(eqn)
-        else eqn.replace(primitive=sum_rows_p, params={"axes": eqn.params["axes"]})
-    )
+def summing_rows(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> jex_core.JaxprEqn:
+    """Returns an equation that computes the same, and sums over rows as `sum_rows`.
+
+    Args:
+        eqn: Any equation.
+        operands: Arrays that it is run on. Types that say how devices share them are
+            those of these, not of the equation, and such sums stay as they are.
+    """
+    if not _sums_rows(eqn) or any(map(_is_shared, operands)):
+        return eqn
+    return eqn.replace(primitive=sum_rows_p, params={"axes": eqn.params["axes"]})
 
 
 def _sums_rows(eqn: jex_core.JaxprEqn) -> bool:
@@ -26,6 +32,8 @@ def _sums_rows(eqn: jex_core.JaxprEqn) -> bool:
         0 < len(axes) < aval.ndim
         and axes == tuple(range(len(axes)))
         and aval.dtype == np.float32
-        # What is divided among devices by its type stays so.
-        and not aval.sharding.mesh.explicit_axes
     )
+
+
+def _is_shared(operand: Any) -> bool:
+    return bool(jax.typeof(operand).sharding.mesh.explicit_axes)
