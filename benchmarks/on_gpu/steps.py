@@ -50,7 +50,7 @@ class Options:
 
     networks: tuple[Name, ...] = ("resnet18", "gpt2")
     """What is trained."""
-    methods: tuple[str, ...] = ("save_all", "remat_full", "compress", "compress_whole")
+    methods: tuple[str, ...] = ("save_all", "remat_full", "compress")
     """Files of benchmarks/methods; the first is what ratios are to."""
     bits: int = 2
     """Bits of the compressing methods."""

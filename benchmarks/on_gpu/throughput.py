@@ -47,6 +47,7 @@ CODECS: Mapping[str, tuple[AbstractCodec, str]] = {
     "affine2 nearest": (Affine(2, 256, "nearest"), "float32"),
     "affine2 columns": (Affine(2, 256, blocks="columns"), "float32"),
     "affine2 bfloat16": (Affine(2, 256, "stochastic"), "bfloat16"),
+    "affine2 columns bfloat16": (Affine(2, 256, blocks="columns"), "bfloat16"),
     "bitmask": (Bitmask(), "bool"),
 }
 

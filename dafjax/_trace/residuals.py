@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from dafjax._trace.bounded_exp import name_bounded
 from dafjax._trace.equation import Atom, Equation, renumber, values_of
 from dafjax._trace.graph import flatten, live_equations
+from dafjax._trace.tanh_slope import name_slopes
 from dafjax._trace.tracing import ClosedJaxpr, as_function, nbytes_of
 
 
@@ -162,14 +163,19 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
             backward.append(joint)
             depends.update(outputs)
 
+    results = first.outputs[:num_results]
+    gradients = renumber(second.outputs, numbers)
+    of_forward, of_backward = name_slopes(
+        forward, backward, (*results, *gradients), avals
+    )
     return Program(
         avals=tuple(avals),
         num_arguments=first.num_inputs,
-        forward=name_bounded(forward, avals),
-        results=first.outputs[:num_results],
+        forward=name_bounded(of_forward, avals),
+        results=results,
         cotangents=tuple(cotangents),
-        backward=tuple(backward),
-        gradients=renumber(second.outputs, numbers),
+        backward=of_backward,
+        gradients=gradients,
         perturbed=tuple(perturbed),
         differentiable=differentiable,
         tags=first.tags,

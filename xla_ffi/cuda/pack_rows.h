@@ -16,8 +16,9 @@
 namespace dafjax {
 
 inline constexpr int kPackRowsThreads = 128;
-// Of a multiprocessor at the least. To have a fifth, compilers store registers in memory.
-inline constexpr int kPackRowsBlocks = 4;
+// Of a multiprocessor at the least. To have a fifth for codes of more planes, compilers
+// store registers in memory.
+constexpr int PackRowsBlocks(int bits) { return PlanesOf(bits).count <= 2 ? 5 : 4; }
 inline constexpr int kPackRowsTiles = kPackRowsThreads / kTileThreads;  // of a launch block
 
 // Row blocks: thread `i` of a tile has the range of the tile's strip `i`, then the
@@ -78,7 +79,7 @@ DAFJAX_DEVICE StripScan ScanStrip(const ConstFloatArray& x, int64_t num_present)
 }
 
 template <int kBits, typename Codes>
-DAFJAX_KERNEL(kPackRowsThreads, kPackRowsBlocks)
+DAFJAX_KERNEL(kPackRowsThreads, PackRowsBlocks(kBits))
 PackRowsKernel(const PackRowsJob<Codes> job) {
   const int lane_of_warp = static_cast<int>(threadIdx.x % kWarpLanes);
   const int part = lane_of_warp % kTileThreads;
