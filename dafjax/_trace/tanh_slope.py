@@ -14,6 +14,7 @@ import jax.core
 import numpy as np
 
 from dafjax._trace.equation import Atom, Constant, Equation, call_equation, values_of
+from dafjax._trace.primitives import keeps_values
 
 
 def name_slopes(
@@ -39,10 +40,9 @@ def name_slopes(
         found = _terms(eqn, makers, reads)
         if found is None:
             continue
-        first, second, complement = found
-        (y,) = complement.input_values
+        first, second, complement, y = found
         slopes[complement] = call_equation(
-            one_minus_square, [avals[y]], complement.inputs, complement.outputs, eqn
+            one_minus_square, [avals[y]], (y,), complement.outputs, eqn
         )
         slopes[first] = slopes[second] = None
         slopes[eqn] = dataclasses.replace(first, outputs=eqn.outputs)
@@ -56,8 +56,8 @@ def one_minus_square(x: jax.Array) -> jax.Array:
 
 def _terms(
     eqn: Equation, makers: Mapping[int, Equation], reads: Mapping[int, int]
-) -> tuple[Equation, Equation, Equation] | None:
-    """Returns what makes `c (1 - y)`, `c (1 - y) y` and `1 - y` for a sum of these."""
+) -> tuple[Equation, Equation, Equation, int] | None:
+    """Returns what makes `c (1 - y)`, `c (1 - y) y` and `1 - y` for a sum, and `y`."""
     if eqn.primitive != "add_any" or len(eqn.input_values) != 2:
         return None
     first, second = (makers.get(value) for value in eqn.input_values)
@@ -72,24 +72,32 @@ def _terms(
     # Nothing else reads them, or they would be there anyway.
     if (reads[first.outputs[0]], reads[second.outputs[0]]) != (2, 1):
         return None
-    factors = set(second.input_values) - set(first.outputs)
-    complements = [
-        made
-        for value in first.input_values
-        if (made := makers.get(value)) is not None
-        and _is_complement(made)
-        and set(made.input_values) == factors
-        and reads[value] == 1
-    ]
-    return (first, second, complements[0]) if len(complements) == 1 else None
+    for y in second.input_values:
+        for value in first.input_values:
+            made = makers.get(value)
+            if made is None or reads[value] != 1:
+                continue
+            if _complemented(made, makers) == y:
+                return first, second, made, y
+    return None
 
 
-def _is_complement(eqn: Equation) -> bool:
-    """Returns whether an equation takes a value from one."""
-    if eqn.primitive != "sub" or len(eqn.input_values) != 1:
+def _complemented(eqn: Equation, makers: Mapping[int, Equation]) -> int | None:
+    """Returns what an equation takes from one, if it does."""
+    if eqn.primitive != "sub":
+        return None
+    one, value = eqn.operand_atoms
+    return value if _is_one(one, makers) and isinstance(value, int) else None
+
+
+def _is_one(atom: Atom, makers: Mapping[int, Equation]) -> bool:
+    if isinstance(atom, Constant):
+        return np.ndim(atom.value) == 0 and atom.value == 1
+    # On meshes with explicit axes numbers are placed.
+    eqn = makers.get(atom)
+    if eqn is None or not keeps_values(eqn.primitive) or len(eqn.operand_atoms) != 1:
         return False
-    one, _ = eqn.operand_atoms
-    return isinstance(one, Constant) and np.ndim(one.value) == 0 and one.value == 1
+    return _is_one(eqn.operand_atoms[0], makers)
 
 
 def _replaced(
