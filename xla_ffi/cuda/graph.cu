@@ -52,12 +52,11 @@ Failure RecordOn(Stream stream, const std::function<Failure(Stream)>& enqueue,
           cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal))) {
     return failure;
   }
-  const Failure of_work = enqueue(stream);
+  Failure failure = enqueue(stream);
   cudaGraph_t graph = nullptr;
   const Failure of_capture = WhatFailed(cudaStreamEndCapture(stream, &graph));
-  if (of_work != nullptr) return of_work;
-  if (of_capture != nullptr) return of_capture;
-  const Failure failure = WhatFailed(cudaGraphInstantiate(to, graph, 0));
+  if (of_capture != nullptr) return failure != nullptr ? failure : of_capture;
+  if (failure == nullptr) failure = WhatFailed(cudaGraphInstantiate(to, graph, 0));
   const Failure of_end = WhatFailed(cudaGraphDestroy(graph));
   return failure != nullptr ? failure : of_end;
 }
