@@ -77,8 +77,7 @@ part() {
 if $dry; then
   part 120 on_gpu.same_bytes --every 16 --out "$parts/same_bytes.json"
   part 60 on_gpu.throughput --megabytes 1 --at-once 2 --programs 2 \
-    --rounds 2 \
-    --out "$parts/throughput.json"
+    --rounds 2 --out "$parts/throughput.json"
   part 60 reductions --rounds 2 --num-rows 1 --most-log2-elements 15 \
     --out "$parts/reductions.json"
   part 180 on_gpu.steps --networks gpt2 --methods save_all compress --gpt2-layers 1 \

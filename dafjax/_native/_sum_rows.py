@@ -21,13 +21,11 @@ from dafjax._native._sharding import is_divided, reshaped
 from dafjax._typing import Array
 
 
-def num_groups(x: Array, axes: tuple[int, ...]) -> int:
+def num_groups(x: Any, num_axes: int) -> int:
     """Returns how many groups of rows are summed by themselves at first; 1 for all."""
-    if axes != tuple(range(len(axes))) or not axes or x.dtype != jnp.float32:
-        return 1
-    rows = math.prod(x.shape[: len(axes)])
-    columns = math.prod(x.shape[len(axes) :])
-    if rows > _ROWS_OF_ONE_STEP or columns <= 1:
+    rows = math.prod(x.shape[:num_axes])
+    columns = math.prod(x.shape[num_axes:])
+    if rows > _ROWS_OF_ONE_STEP or columns <= 1 or x.dtype != jnp.float32:
         return 1
     wanted = min(
         rows // _ROWS_OF_GROUP, -(-_BLOCKS_OF_THREADS * _COLUMNS_OF_BLOCK // columns)
@@ -44,46 +42,47 @@ _BLOCKS_OF_THREADS = 256
 _ROWS_OF_GROUP = 128
 
 
-def _abstract_eval(x: Any, *, axes: tuple[int, ...]) -> Any:
-    return reshaped(x, x.shape[len(axes) :])
+def _abstract_eval(x: Any, *, num_axes: int) -> Any:
+    return reshaped(x, x.shape[num_axes:])
 
 
-def _sum(x: Array, *, axes: tuple[int, ...]) -> Array:
-    return lax.reduce_sum(x, axes)
+def _sum(x: Array, *, num_axes: int) -> Array:
+    return lax.reduce_sum(x, range(num_axes))
 
 
-def _sum_in_two_steps(x: Array, *, axes: tuple[int, ...]) -> Array:
-    count = num_groups(x, axes)
+def _sum_in_two_steps(x: Array, *, num_axes: int) -> Array:
+    count = num_groups(x, num_axes)
     if count == 1:
-        return _sum(x, axes=axes)
+        return _sum(x, num_axes=num_axes)
     groups = x.reshape(count, x.shape[0] // count, *x.shape[1:])
-    sums = _sum(groups, axes=tuple(axis + 1 for axis in axes))
+    sums = lax.reduce_sum(groups, range(1, num_axes + 1))
     # Else XLA makes one sum of both.
-    return _sum(lax.optimization_barrier(sums), axes=(0,))
+    return lax.reduce_sum(lax.optimization_barrier(sums), (0,))
 
 
 def _lower_on_cuda(
-    context: mlir.LoweringRuleContext, x: Any, *, axes: tuple[int, ...]
+    context: mlir.LoweringRuleContext, x: Any, *, num_axes: int
 ) -> Sequence[Any]:
     function = _sum if is_divided(context) else _sum_in_two_steps
-    return mlir.lower_fun(function, multiple_results=False)(context, x, axes=axes)
+    lower = mlir.lower_fun(function, multiple_results=False)
+    return lower(context, x, num_axes=num_axes)
 
 
 def _transpose(
-    cotangent: Array, x: ad.UndefinedPrimal, *, axes: tuple[int, ...]
+    cotangent: Array, x: ad.UndefinedPrimal, *, num_axes: int
 ) -> list[Array]:
     shape = x.aval.shape
-    kept = tuple(axis for axis in range(len(shape)) if axis not in axes)
-    return [lax.broadcast_in_dim(cotangent, shape, kept)]
+    return [lax.broadcast_in_dim(cotangent, shape, range(num_axes, len(shape)))]
 
 
 def _batch(
-    operands: Sequence[Array], places: Sequence[int], *, axes: tuple[int, ...]
+    operands: Sequence[Array], places: Sequence[int], *, num_axes: int
 ) -> tuple[Array, int]:
     x = jnp.moveaxis(operands[0], places[0], 0)
-    return _sum(x, axes=tuple(axis + 1 for axis in axes)), 0
+    return lax.reduce_sum(x, range(1, num_axes + 1)), 0
 
 
+# Its parameter is how many axes it sums over, the first ones.
 sum_rows_p: Primitive = make_primitive(
     "dafjax_sum_rows",
     abstract_eval=_abstract_eval,

@@ -11,7 +11,7 @@ from dafjax._native import sum_rows_p
 
 
 def summing_rows(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> jex_core.JaxprEqn:
-    """Returns an equation that computes the same, and sums over rows as `sum_rows`.
+    """Returns an equation that computes the same, and sums rows by `sum_rows_p`.
 
     Args:
         eqn: Any equation.
@@ -20,7 +20,9 @@ def summing_rows(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> jex_core.Ja
     """
     if not _sums_rows(eqn) or any(map(_is_shared, operands)):
         return eqn
-    return eqn.replace(primitive=sum_rows_p, params={"axes": eqn.params["axes"]})
+    return eqn.replace(
+        primitive=sum_rows_p, params={"num_axes": len(eqn.params["axes"])}
+    )
 
 
 def _sums_rows(eqn: jex_core.JaxprEqn) -> bool:
