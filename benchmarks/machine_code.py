@@ -55,7 +55,7 @@ _LANES = {"all": 128, "integer": 64, "conversion": 16}
 _INTEGER = frozenset(
     ("LOP3", "SHF", "IMNMX", "VIMNMX", "ISETP", "FSETP", "FMNMX", "IADD3", "VIADD",
      "SEL", "FSEL", "PRMT", "LEA", "PLOP3", "P2R", "R2P", "IABS", "BMSK", "SGXT", "FLO",
-     "FMNMX3", "VIADDMNMX")
+     "FMNMX3", "VIADDMNMX", "HMNMX2", "VHMNMX")
 )  # fmt: skip
 _CONVERSION = frozenset(("F2I", "I2F", "I2FP", "F2F", "F2FP", "MUFU"))
 
@@ -299,7 +299,10 @@ def _operations(
     bits: Sequence[int],
 ) -> Iterator[tuple[str, str, float, str, Sequence[Mark], int]]:
     """Yields names, dtypes, bytes moved, patterns of kernels, marks, stores."""
-    for dtype, nbytes, width in (("float32", 4, "128"), ("bfloat16", 2, "64")):
+    for dtype, nbytes, width, values in (
+        ("float32", 4, "128", "TileValues"),
+        ("bfloat16", 2, "64", "TilePairs"),
+    ):
         for b in bits:
             moved = nbytes + b / 8 + 4 / _BLOCK_SIZE
             for layout, columns in (("rows", "false"), ("columns", "true")):
@@ -310,7 +313,8 @@ def _operations(
                     f"pack {layout} {b}",
                     dtype,
                     moved,
-                    rf"Pack{layout.title()}Kernel<{b}, dafjax::CodesInArrays<",
+                    rf"Pack{layout.title()}Kernel<{b}, dafjax::{values}, "
+                    "dafjax::CodesInArrays<",
                     [_is(f"LDG.E.{width}"), *divides, noise],
                     b,
                 )

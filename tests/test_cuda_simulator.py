@@ -370,6 +370,32 @@ MUTANTS = {
         "unusual == 0",
         "none",
     ),
+    "lanes of a pair change places": (
+        "cuda/tile_pairs.h",
+        "of_lanes[2 * i] = of_registers[i].Lower();\n"
+        "      of_lanes[2 * i + 1] = of_registers[i].Upper();",
+        "of_lanes[2 * i] = of_registers[i].Upper();\n"
+        "      of_lanes[2 * i + 1] = of_registers[i].Lower();",
+        "none",
+    ),
+    "padding of a pair is zero": (
+        "cuda/tile_pairs.h",
+        "two[row][i] = 0x7fc07fc0;",
+        "two[row][i] = 0;",
+        "none",
+    ),
+    "a pair counts once in the checksum": (
+        "cuda/tile_pairs.h",
+        "__dp2a_lo(two[row][i], 0x0101u, sum)",
+        "sum + two[row][i]",
+        "none",
+    ),
+    "a launch block is taken for its neighbor": (
+        "cuda/divisor.h",
+        "((uint64_t{1} << (31 + shift_)) + divisor - 1) / divisor",
+        "(uint64_t{1} << (31 + shift_)) / divisor",
+        "none",
+    ),
     "rows change places in a plane": (
         "cuda/planes.h",
         "Select(kOddBits, odd, ShiftRight(even, 1))",

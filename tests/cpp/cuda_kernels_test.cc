@@ -17,6 +17,7 @@
 #include "cpu/instruction_sets.h"
 #include "cpu/kernels.h"
 #include "cpu/paged_words.h"
+#include "cuda/divisor.h"
 #include "cuda/graph.h"
 #include "cuda/kernels.h"
 #include "format/affine.h"
@@ -292,6 +293,27 @@ void TestEmptyGraphs() {
   cudaStreamDestroy(stream);
 }
 
+// Around multiples, where rounding would show, up to the greatest number of blocks.
+void TestDivisors(Random* random) {
+  std::vector<uint32_t> divisors = {1, 2, 3, 5, 7, 641, 65535, 65536, 65537, 0x7fffffff};
+  for (int shift = 1; shift < 32; ++shift) {
+    divisors.push_back(1 + (random->Next() >> shift));
+  }
+  for (const uint32_t d : divisors) {
+    const Divisor divisor(d);
+    const uint32_t most = 0x7fffffff / d;
+    for (const uint32_t multiple : {0u, 1u, most / 2, most - 1, most}) {
+      for (const int64_t near : {-1, 0, 1}) {
+        const int64_t n = int64_t{multiple} * d + near;
+        if (n < 0 || n > 0x7fffffff) continue;
+        const uint32_t quotient = divisor.Quotient(static_cast<uint32_t>(n));
+        CHECK(quotient == n / d);
+        CHECK(divisor.Remainder(static_cast<uint32_t>(n), quotient) == n % d);
+      }
+    }
+  }
+}
+
 // What no grid covers is refused, before anything is touched.
 void TestHugeArrays() {
   const AffineShape rows = {FloatType::kFloat32, 1, 64, 1, int64_t{1} << 50};
@@ -309,6 +331,7 @@ int Main(const std::string& depth) {
   TestCopies();
   TestGraphs();
   TestEmptyGraphs();
+  TestDivisors(&random);
   TestHugeArrays();
   TestBitmasks(&random);
   TestExtents(&random);

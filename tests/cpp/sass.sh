@@ -34,12 +34,15 @@ for architecture in $architectures; do
   local_memory=$(count ' (LDL|STL)')
   not_flushing=$(count ' (FADD|FMUL) ')  # FFMA: IEEE divisions have some
   wide=$(count '(LDG|STG)\.E\.128')
-  # What MinOrNan is since sm_80, which the simulator has other code for.
+  # What MinOrNan and MinOrNanOfTwoBFloat16 are since sm_80, which the simulator has other
+  # code for.
   nan=$(count 'FMNMX3?\.FTZ\.NAN')
+  nan_of_two=$(count 'V?HMNMX2?\.BF16_V2\.NAN')
   echo "$architecture: $kernels kernels, $local_memory accesses of local memory," \
     "$not_flushing operations that do not flush, $wide loads and stores of 16 bytes"
   [ "$kernels" -gt 20 ] && [ "$local_memory" = 0 ] && [ "$not_flushing" = 0 ] &&
-    [ "$wide" -gt 100 ] && { [ "$architecture" = sm_75 ] || [ "$nan" -gt 100 ]; } ||
+    [ "$wide" -gt 100 ] && { [ "$architecture" = sm_75 ] ||
+      { [ "$nan" -gt 100 ] && [ "$nan_of_two" -gt 100 ]; }; } ||
     failed="$failed $architecture"
 done
 if [ -n "$failed" ]; then

@@ -16,6 +16,13 @@
 
 #define DAFJAX_DEVICE __device__ __forceinline__
 #define DAFJAX_KERNEL(...) __global__ void __launch_bounds__(__VA_ARGS__)
+// Of so many registers, whatever the number of threads, which is `threads` at most.
+#if CUDART_VERSION >= 12040
+#define DAFJAX_KERNEL_OF_REGISTERS(threads, registers) \
+  __global__ void __maxnreg__(registers)
+#else
+#define DAFJAX_KERNEL_OF_REGISTERS(threads, registers) DAFJAX_KERNEL(threads)
+#endif
 #define DAFJAX_UNROLL _Pragma("unroll")
 #define DAFJAX_NO_UNROLL _Pragma("unroll 1")
 #define DAFJAX_SHARED(type, name, count) __shared__ type name[count]
@@ -32,6 +39,7 @@
 // Arguments are what they are when the kernel is enqueued, as in CUDA.
 #define DAFJAX_DEVICE inline
 #define DAFJAX_KERNEL(...) void
+#define DAFJAX_KERNEL_OF_REGISTERS(threads, registers) void
 #define DAFJAX_UNROLL
 #define DAFJAX_NO_UNROLL
 #define DAFJAX_SHARED(type, name, count)                                             \
@@ -58,6 +66,17 @@ inline const char* WhatFailed(cudaError_t error) {
 
 #if defined(__CUDACC__)
 
+DAFJAX_DEVICE __nv_bfloat162 TwoBFloat16(uint32_t bits) {
+  __nv_bfloat162 two;
+  memcpy(&two, &bits, sizeof two);
+  return two;
+}
+DAFJAX_DEVICE uint32_t BitsOf(__nv_bfloat162 two) {
+  uint32_t bits;
+  memcpy(&bits, &two, sizeof bits);
+  return bits;
+}
+
 // The lesser; NaN if either is.
 DAFJAX_DEVICE float MinOrNan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
@@ -67,6 +86,15 @@ DAFJAX_DEVICE float MinOrNan(float a, float b) {
 #else
   return a != a ? a : b != b ? b : fminf(a, b);
 #endif
+}
+
+// Of the lower and of the upper halves; subnormals are not zero.
+DAFJAX_DEVICE uint32_t MinOrNanOfTwoBFloat16(uint32_t a, uint32_t b) {
+  return BitsOf(__hmin2_nan(TwoBFloat16(a), TwoBFloat16(b)));
+}
+// The greater; the other one if one is NaN.
+DAFJAX_DEVICE uint32_t MaxOfTwoBFloat16(uint32_t a, uint32_t b) {
+  return BitsOf(__hmax2(TwoBFloat16(a), TwoBFloat16(b)));
 }
 
 DAFJAX_DEVICE float WidenFloat16(uint32_t v) {
@@ -97,6 +125,19 @@ DAFJAX_DEVICE uint32_t RoundTwoToBFloat16(float lower, float upper) {
 
 inline float MinOrNan(float a, float b) {
   return a != a ? a : b != b ? b : fminf(a, b);
+}
+
+inline uint32_t MinOrNanOfTwoBFloat16(uint32_t a, uint32_t b) {
+  const float lower = MinOrNan(__uint_as_float(a << 16), __uint_as_float(b << 16));
+  const float upper =
+      MinOrNan(__uint_as_float(a & 0xffff0000), __uint_as_float(b & 0xffff0000));
+  return __float_as_uint(upper) | __float_as_uint(lower) >> 16;
+}
+inline uint32_t MaxOfTwoBFloat16(uint32_t a, uint32_t b) {
+  const float lower = fmaxf(__uint_as_float(a << 16), __uint_as_float(b << 16));
+  const float upper =
+      fmaxf(__uint_as_float(a & 0xffff0000), __uint_as_float(b & 0xffff0000));
+  return __float_as_uint(upper) | __float_as_uint(lower) >> 16;
 }
 
 inline float WidenFloat16(uint32_t v) {

@@ -22,7 +22,7 @@ struct DeviceRounding {
 // The noise of a thread's lanes, in the upper halves of words: there products are modulo
 // 2^16 by themselves.
 struct LaneNoise {
-  // `checksum`: that of the tile.
+  // `checksum`: that of the tile. `first_lane` is even.
   DAFJAX_DEVICE void Start(const DeviceRounding& rounding, int64_t tile,
                            uint32_t checksum, int first_lane) {
     factor = rounding.stochastic ? kNoiseFactor : 1;
@@ -32,8 +32,10 @@ struct LaneNoise {
     const uint32_t key = NoiseKey(NoiseStream(*rounding.seed),
                                   static_cast<uint32_t>(tile), checksum);
     DAFJAX_UNROLL
-    for (int i = 0; i < kThreadLanes; ++i) {
-      words[i] = uint32_t{FirstNoise(key, first_lane + i)} << 16;
+    for (int i = 0; i < kThreadLanes; i += 2) {
+      const uint32_t pair = FirstNoiseOfPair(key, (first_lane + i) / 2);
+      words[i] = pair << 16;
+      words[i + 1] = pair & 0xffff0000;
     }
   }
 
@@ -87,21 +89,22 @@ DAFJAX_DEVICE uint2 JoinCodes(const uint32_t (&codes)[kThreadLanes]) {
 
 // Encodes what a thread has of a tile: finite values of blocks that are not flagged and
 // that fit, no padding. `parameters_of(row)` gives RowParameters; all lanes of the warp
-// ask together.
-template <int kBits, typename ParametersOfRow, typename Row>
-DAFJAX_DEVICE void EncodeTile(const TileValues& values,
+// ask together. `Values` is TileValues or TilePairs.
+template <int kBits, typename Values, typename ParametersOfRow, typename Row>
+DAFJAX_DEVICE void EncodeTile(const Values& values,
                               const ParametersOfRow& parameters_of, LaneNoise noise,
                               const CodesOfThread<Row>& to) {
   typename Row::template Writer<kBits> writer;
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     const RowParameters of_row = parameters_of(row);
+    float v[kThreadLanes];
+    values.GiveRow(row, v);
     uint32_t codes[kThreadLanes];
     DAFJAX_UNROLL
     for (int i = 0; i < kThreadLanes; ++i) {
-      codes[i] =
-          FixedPoint(values.v[row][i], of_row.negative_start[i], of_row.inverse[i]) +
-          noise.Of(i, 16 - kBits);
+      codes[i] = FixedPoint(v[i], of_row.negative_start[i], of_row.inverse[i]) +
+                 noise.Of(i, 16 - kBits);
     }
     writer.AddRow(row, JoinCodes(codes), to);
     noise.GoToNextRow();

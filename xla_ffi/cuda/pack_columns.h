@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/device.h"
+#include "cuda/divisor.h"
 #include "cuda/encode.h"
 #include "cuda/packed_places.h"
 #include "cuda/parameters.h"
@@ -23,6 +24,13 @@ inline constexpr int kWarpRows = kWarpTiles * kTileRows;
 inline constexpr int kMaxPackColumnsWarps = kMaxBlockSize / kWarpRows;
 inline constexpr int kPackColumnsThreads = kMaxPackColumnsWarps * kWarpLanes;  // at most
 
+// With fewer, compilers store registers in memory.
+template <typename Values>
+constexpr int PackColumnsRegisters(int bits) {
+  if (Values::kRegisters == kThreadLanes) return 128;
+  return PlanesOf(bits).count <= 3 ? 72 : 88;
+}
+
 template <typename Codes>
 struct PackColumnsJob {
   ConstFloatArray x;
@@ -32,8 +40,8 @@ struct PackColumnsJob {
   int64_t block_size;
   int64_t width;      // of a folded row
   int64_t tile_rows;  // rows of tiles
-  uint32_t lane_groups;
-  uint32_t blocks_down;
+  Divisor lane_groups;
+  Divisor blocks_down;
 };
 
 // What the warps have found of their rows, and then what each lane is encoded with.
@@ -72,8 +80,18 @@ DAFJAX_DEVICE void ComputeColumnParameters(FloatType type, const SharedLanes& sh
   }
 }
 
-template <int kBits, typename Codes>
-DAFJAX_KERNEL(kPackColumnsThreads)
+// Adds to a thread's ranges those of the same lanes in the warp's other tiles.
+template <typename AnyRange, int kRanges>
+DAFJAX_DEVICE void AddOtherTiles(AnyRange (&ranges)[kRanges]) {
+  DAFJAX_UNROLL
+  for (int step = kTileThreads; step < kWarpLanes; step *= 2) {
+    DAFJAX_UNROLL
+    for (int i = 0; i < kRanges; ++i) ranges[i].Add(ShuffleXor(ranges[i], step));
+  }
+}
+
+template <int kBits, typename Values, typename Codes>
+DAFJAX_KERNEL_OF_REGISTERS(kPackColumnsThreads, PackColumnsRegisters<Values>(kBits))
 PackColumnsKernel(const PackColumnsJob<Codes> job) {
   DAFJAX_SHARED(float, shared_lo, kMaxPackColumnsWarps * kTileLanes);
   DAFJAX_SHARED(float, shared_hi, kMaxPackColumnsWarps * kTileLanes);
@@ -92,10 +110,10 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   const int part = lane_of_warp % kTileThreads;
   const int first_lane = part * kThreadLanes;
 
-  const uint32_t of_rows = blockIdx.x / job.lane_groups;
-  const int64_t group = blockIdx.x - of_rows * job.lane_groups;
-  const uint32_t array_row = of_rows / job.blocks_down;
-  const int64_t down = of_rows - array_row * job.blocks_down;
+  const uint32_t of_rows = job.lane_groups.Quotient(blockIdx.x);
+  const int64_t group = job.lane_groups.Remainder(blockIdx.x, of_rows);
+  const uint32_t array_row = job.blocks_down.Quotient(of_rows);
+  const int64_t down = job.blocks_down.Remainder(of_rows, array_row);
   const int64_t row = array_row;
   const int64_t tile_row = down * (job.block_size / kTileRows) + warp * kWarpTiles +
                            lane_of_warp / kTileThreads;
@@ -106,11 +124,14 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   const bool all_whole = __all_sync(kAllLanes, piece.IsWhole());
   const ConstFloatArray x = job.x.From(row * job.row_elements + first);
 
-  TileValues values;
+  Values values;
   values.Load(x, piece, all_whole);
 
+  typename Values::Range of_registers[Values::kRegisters];
+  uint32_t checksum = ScanTile(values, [](int, int i) { return i; }, of_registers);
+  AddOtherTiles(of_registers);
   Range ranges[kThreadLanes];
-  uint32_t checksum = ScanTile(values, [](int, int i) { return i; }, ranges);
+  Values::GiveLanes(of_registers, ranges);
   bool all_finite = true;  // and no padding
   DAFJAX_UNROLL
   for (int i = 0; i < kThreadLanes; ++i) {
@@ -134,11 +155,7 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
     for (int step = 1; step < kWarpLanes; step *= 2) {
       unusual |= __shfl_xor_sync(kAllLanes, unusual, step);
     }
-  }
-  DAFJAX_UNROLL
-  for (int step = kTileThreads; step < kWarpLanes; step *= 2) {
-    DAFJAX_UNROLL
-    for (int i = 0; i < kThreadLanes; ++i) ranges[i].Add(ShuffleXor(ranges[i], step));
+    AddOtherTiles(ranges);
   }
   if (lane_of_warp < kTileThreads) {
     DAFJAX_UNROLL
@@ -150,7 +167,8 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   }
   __syncthreads();
   if (warp == 0) {
-    const int64_t block = (row * job.blocks_down + down) * job.width + group * kTileLanes;
+    const int64_t block =
+        (row * job.blocks_down.Value() + down) * job.width + group * kTileLanes;
     ComputeColumnParameters<kBits>(x.type, shared, num_warps, lane_of_warp,
                                    job.codes.Scale(block), job.codes.Minimum(block));
   }
@@ -164,8 +182,8 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   }
   const uint32_t flags = *shared.flagged;
   of_lanes.flagged = flags >> first_lane & 0xf;
-  const int64_t tile = tile_row * job.lane_groups + group;
-  const int64_t num_tiles = job.tile_rows * job.lane_groups;
+  const int64_t tile = tile_row * job.lane_groups.Value() + group;
+  const int64_t num_tiles = job.tile_rows * job.lane_groups.Value();
   LaneNoise noise;
   noise.Start(job.rounding, tile, TileSum(checksum), first_lane);
   const auto parameters_of = [&](int) { return of_lanes; };

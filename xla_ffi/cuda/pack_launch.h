@@ -4,10 +4,13 @@
 #include <cstdint>
 
 #include "cuda/device.h"
+#include "cuda/divisor.h"
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 #include "cuda/pack_columns.h"
 #include "cuda/pack_rows.h"
+#include "cuda/tile_pairs.h"
+#include "cuda/tile_values.h"
 #include "format/affine.h"
 #include "format/columns.h"
 #include "format/float_type.h"
@@ -24,7 +27,7 @@ struct Pack {
   Codes codes;
 };
 
-template <int kBits, typename Codes>
+template <int kBits, typename Values, typename Codes>
 Failure PackRows(const AffineShape& shape, const Pack<Codes>& pack) {
   const int64_t tiles = shape.NumTiles();
   const bool in_pairs = shape.block_size > kTileElements;
@@ -40,11 +43,11 @@ Failure PackRows(const AffineShape& shape, const Pack<Codes>& pack) {
                                   slots,
                                   shape.NumBlocks(),
                                   Log2(shape.block_size / kStripElements)};
-  return DAFJAX_LAUNCH((PackRowsKernel<kBits, Codes>), static_cast<unsigned>(blocks),
-                       kPackRowsThreads, pack.stream, job);
+  return DAFJAX_LAUNCH((PackRowsKernel<kBits, Values, Codes>),
+                       static_cast<unsigned>(blocks), kPackRowsThreads, pack.stream, job);
 }
 
-template <int kBits, typename Codes>
+template <int kBits, typename Values, typename Codes>
 Failure PackColumns(const AffineShape& shape, const Pack<Codes>& pack) {
   const ColumnLayout layout(shape.row_elements, shape.columns);
   const int64_t down = CeilDiv(layout.num_rows, shape.block_size);
@@ -57,20 +60,26 @@ Failure PackColumns(const AffineShape& shape, const Pack<Codes>& pack) {
                                      shape.block_size,
                                      layout.width,
                                      CeilDiv(layout.num_rows, kTileRows),
-                                     static_cast<uint32_t>(layout.LaneGroups()),
-                                     static_cast<uint32_t>(down)};
+                                     Divisor(static_cast<uint32_t>(layout.LaneGroups())),
+                                     Divisor(static_cast<uint32_t>(down))};
   const int64_t rows =
       layout.num_rows < shape.block_size ? layout.num_rows : shape.block_size;
   const int threads = static_cast<int>(CeilDiv(rows, kWarpRows)) * kWarpLanes;
-  return DAFJAX_LAUNCH((PackColumnsKernel<kBits, Codes>), static_cast<unsigned>(blocks),
-                       threads, pack.stream, job);
+  return DAFJAX_LAUNCH((PackColumnsKernel<kBits, Values, Codes>),
+                       static_cast<unsigned>(blocks), threads, pack.stream, job);
+}
+
+template <int kBits, typename Values, typename Codes>
+Failure PackBlocks(const AffineShape& shape, const Pack<Codes>& pack) {
+  return shape.columns == 0 ? PackRows<kBits, Values>(shape, pack)
+                            : PackColumns<kBits, Values>(shape, pack);
 }
 
 // Requires that there are elements.
 template <int kBits, typename Codes>
 Failure PackAs(const AffineShape& shape, const Pack<Codes>& pack) {
-  return shape.columns == 0 ? PackRows<kBits>(shape, pack)
-                            : PackColumns<kBits>(shape, pack);
+  return shape.type == FloatType::kBFloat16 ? PackBlocks<kBits, TilePairs>(shape, pack)
+                                            : PackBlocks<kBits, TileValues>(shape, pack);
 }
 
 inline ConstFloatArray InputOf(const AffineShape& shape, const void* x) {

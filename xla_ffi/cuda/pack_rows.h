@@ -16,9 +16,12 @@
 namespace dafjax {
 
 inline constexpr int kPackRowsThreads = 128;
-// Of a multiprocessor at the least. To have a fifth for codes of more planes, compilers
-// store registers in memory.
-constexpr int PackRowsBlocks(int bits) { return PlanesOf(bits).count <= 2 ? 5 : 4; }
+// Of a multiprocessor at the least. With one more, compilers store registers in memory.
+template <typename Values>
+constexpr int PackRowsBlocks(int bits) {
+  if (Values::kRegisters == kThreadLanes) return PlanesOf(bits).count <= 2 ? 5 : 4;
+  return 7;
+}
 inline constexpr int kPackRowsTiles = kPackRowsThreads / kTileThreads;  // of a launch block
 
 // Row blocks: thread `i` of a tile has the range of the tile's strip `i`, then the
@@ -43,14 +46,15 @@ struct PackRowsJob {
 
 // Gives each thread of a tile the range of one strip out of those that all have found of
 // their own lanes: every exchange halves the number of strips that a thread has.
-DAFJAX_DEVICE Range RangeOfOwnStrip(Range (&ranges)[kTileThreads], int part) {
+template <typename AnyRange>
+DAFJAX_DEVICE AnyRange RangeOfOwnStrip(AnyRange (&ranges)[kTileThreads], int part) {
   DAFJAX_UNROLL
   for (int step = kTileThreads / 2; step > 0; step /= 2) {
     const bool upper = (part & step) != 0;
     DAFJAX_UNROLL
     for (int i = 0; i < step; ++i) {
-      const Range keep = upper ? ranges[i + step] : ranges[i];
-      const Range give = upper ? ranges[i] : ranges[i + step];
+      const AnyRange keep = upper ? ranges[i + step] : ranges[i];
+      const AnyRange give = upper ? ranges[i] : ranges[i + step];
       ranges[i] = keep;
       ranges[i].Add(ShuffleXor(give, step));
     }
@@ -78,8 +82,8 @@ DAFJAX_DEVICE StripScan ScanStrip(const ConstFloatArray& x, int64_t num_present)
   return scan;
 }
 
-template <int kBits, typename Codes>
-DAFJAX_KERNEL(kPackRowsThreads, PackRowsBlocks(kBits))
+template <int kBits, typename Values, typename Codes>
+DAFJAX_KERNEL(kPackRowsThreads, PackRowsBlocks<Values>(kBits))
 PackRowsKernel(const PackRowsJob<Codes> job) {
   const int lane_of_warp = static_cast<int>(threadIdx.x % kWarpLanes);
   const int part = lane_of_warp % kTileThreads;
@@ -96,12 +100,12 @@ PackRowsKernel(const PackRowsJob<Codes> job) {
   const bool all_whole = __all_sync(kAllLanes, piece.IsWhole());
   const ConstFloatArray x = job.x.From(row * job.row_elements + first);
 
-  TileValues values;
+  Values values;
   values.Load(x, piece, all_whole);
-  Range ranges[kTileThreads];
+  typename Values::Range ranges[kTileThreads];
   uint32_t checksum =
       ScanTile(values, [](int r, int) { return r / kStripRows; }, ranges);
-  Range range = RangeOfOwnStrip(ranges, part);
+  Range range = Values::Joined(RangeOfOwnStrip(ranges, part));
   const bool all_finite = __all_sync(kAllLanes, range.IsOfFinite());  // and no padding
   uint32_t unusual = 0;  // threads whose strip has values that are not finite
   if (!all_finite) {

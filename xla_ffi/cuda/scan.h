@@ -9,30 +9,29 @@
 
 namespace dafjax {
 
-// Takes a thread's values into `ranges`, value `i` of row `row` into that of number
-// `range_of(row, i)`. Returns their part of the tile's checksum. Both count only if the
-// ranges are of finite values alone.
-template <int kRanges, typename RangeOf>
-DAFJAX_DEVICE uint32_t ScanTile(const TileValues& values, const RangeOf& range_of,
-                                Range (&ranges)[kRanges]) {
-  uint32_t checksum = 0;
+// Takes what a thread has into `ranges`, register `i` of row `row` into that of number
+// `range_of(row, i)`. Returns its part of the tile's checksum. Both count only if the
+// ranges are of finite values alone. `Values` is TileValues or TilePairs.
+template <typename Values, int kRanges, typename RangeOf>
+DAFJAX_DEVICE uint32_t ScanTile(const Values& values, const RangeOf& range_of,
+                                typename Values::Range (&ranges)[kRanges]) {
+  uint32_t sum = 0;
   bool has_begun[kRanges] = {};  // known after unrolling
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     DAFJAX_UNROLL
-    for (int i = 0; i < kThreadLanes; ++i) {
-      const float v = values.v[row][i];
+    for (int i = 0; i < Values::kRegisters; ++i) {
       const int number = range_of(row, i);
       if (has_begun[number]) {
-        ranges[number].Add({v, v});
+        ranges[number].Add(values.RangeOf(row, i));
       } else {
-        ranges[number] = {v, v};
+        ranges[number] = values.RangeOf(row, i);
         has_begun[number] = true;
       }
-      if (row % 2 == 0) checksum += __float_as_uint(v);
+      if (row % 2 == 0) sum = values.AddBits(row, i, sum);
     }
   }
-  return checksum;
+  return Values::ChecksumOf(sum);
 }
 
 // Calls `visit(row, i, v)` for the values of a thread that are there. Loads again, as
@@ -59,7 +58,9 @@ DAFJAX_DEVICE uint32_t TileSum(uint32_t value) {
   return value;
 }
 
-DAFJAX_DEVICE Range ShuffleXor(const Range& range, int lanes) {
+// Of a Range, or of a RangeOfPair.
+template <typename AnyRange>
+DAFJAX_DEVICE AnyRange ShuffleXor(const AnyRange& range, int lanes) {
   return {__shfl_xor_sync(kAllLanes, range.lo, lanes),
           __shfl_xor_sync(kAllLanes, range.hi, lanes)};
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/device.h"
+#include "cuda/parameters.h"
 #include "format/float_type.h"
 #include "format/packed.h"
 
@@ -140,8 +141,13 @@ DAFJAX_DEVICE void LoadFour(const ConstFloatArray& x, int64_t index,
   }
 }
 
-// What a thread has of a tile, widened. Padding is NaN.
+// What a thread has of a tile, widened. Padding is NaN. TilePairs (tile_pairs.h) has the
+// same members: kernels take either.
 struct TileValues {
+  // Of what a register has: one element.
+  using Range = dafjax::Range;
+  static constexpr int kRegisters = kThreadLanes;  // of a row
+
   // `x` begins with the thread's first element. `all_whole`: of the warp's pieces none
   // has padding.
   DAFJAX_DEVICE void Load(const ConstFloatArray& x, const Piece& piece, bool all_whole) {
@@ -180,6 +186,26 @@ struct TileValues {
         if (i < present) v[row][i] = LoadValue(x, row * piece.stride + i);
       }
     }
+  }
+
+  DAFJAX_DEVICE Range RangeOf(int row, int i) const { return {v[row][i], v[row][i]}; }
+
+  // Adds what a register has to a sum, of which ChecksumOf makes a checksum.
+  DAFJAX_DEVICE uint32_t AddBits(int row, int i, uint32_t sum) const {
+    return sum + __float_as_uint(v[row][i]);
+  }
+  static DAFJAX_DEVICE uint32_t ChecksumOf(uint32_t sum) { return sum; }
+
+  static DAFJAX_DEVICE Range Joined(const Range& of_register) { return of_register; }
+  static DAFJAX_DEVICE void GiveLanes(const Range (&of_registers)[kRegisters],
+                                      Range (&of_lanes)[kThreadLanes]) {
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) of_lanes[i] = of_registers[i];
+  }
+
+  DAFJAX_DEVICE void GiveRow(int row, float (&of_row)[kThreadLanes]) const {
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) of_row[i] = v[row][i];
   }
 
   float v[kTileRows][kThreadLanes];

@@ -32,10 +32,14 @@ constexpr uint32_t NoiseKey(uint32_t stream, uint32_t tile, uint32_t checksum) {
   return MixNoise(MixNoise(stream ^ tile) + checksum);
 }
 
-// The noise word of lane `lane` in row 0. Two lanes share a draw.
+// The noise words of lanes `2 * pair` and `2 * pair + 1` in row 0: the lower and the upper
+// half.
+constexpr uint32_t FirstNoiseOfPair(uint32_t key, int pair) {
+  return MixNoise(key + static_cast<uint32_t>(pair) * kNoiseStep);
+}
+
 constexpr uint16_t FirstNoise(uint32_t key, int lane) {
-  const uint32_t pair = MixNoise(key + static_cast<uint32_t>(lane / 2) * kNoiseStep);
-  return static_cast<uint16_t>(lane % 2 == 0 ? pair : pair >> 16);
+  return static_cast<uint16_t>(FirstNoiseOfPair(key, lane / 2) >> lane % 2 * 16);
 }
 
 constexpr uint16_t NextNoise(uint16_t word) {

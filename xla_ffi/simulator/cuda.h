@@ -162,6 +162,15 @@ inline uint32_t __float2uint_rz(float v) {
   return v < 0x1p32f ? static_cast<uint32_t>(v) : 0xffffffff;
 }
 
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(uint64_t{a} * b >> 32);
+}
+
+// The halves of `a` times the two lowest bytes of `b`, added to `c`.
+inline uint32_t __dp2a_lo(uint32_t a, uint32_t b, uint32_t c) {
+  return (a & 0xffff) * (b & 0xff) + (a >> 16) * (b >> 8 & 0xff) + c;
+}
+
 // Bytes of `y:x`, picked by the four lowest hexadecimal digits of `selector`.
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t bytes = uint64_t{y} << 32 | x;
