@@ -15,7 +15,7 @@ from benchmarks.gpu_work import work_of
 from benchmarks.methods import make_method
 from benchmarks.mlp import Workload
 from dafjax import _derivative, _remat_compress, _rules
-from dafjax._native import _cuda_library, pin, tie
+from dafjax._native import _cuda_library, hold, pin, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule import apart, backward_pass, early_sums, stretches
 from dafjax._schedule.ties import Ties
@@ -123,20 +123,20 @@ def test_without_ties_little_is_saved_where_custom_calls_decode(monkeypatch):
     assert untied.temp_size_in_bytes > 0.4 * temp_nbytes("save_all")
 
 
-def aside(all_are_read):
-    """Compiles a tie whose second result nobody reads, and what it is made of."""
+def aside(wait):
+    """Compiles what waits for a sine that nobody reads."""
 
     def function(x):
-        return tie(x, jnp.sin(x), all_are_read=all_are_read)[0]
+        return wait(x, jnp.sin(x))[0]
 
     x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=one_device(GPUS[HERE]))
     return jax.jit(function).lower(x).compile().as_text()
 
 
-def test_a_tie_holds_on_to_what_nobody_reads():
-    assert "sine" in aside(all_are_read=False)
-    # What such a tie is a custom call for.
-    assert "sine" not in aside(all_are_read=True)
+def test_what_nobody_reads_is_held_on_to():
+    assert "sine" in aside(lambda x, y: hold(x, after=[y]))
+    # What that is a custom call for.
+    assert "sine" not in aside(tie)
 
 
 def residual_loss(params, x):

@@ -1,4 +1,4 @@
-"""Sums over leading axes, which GPUs take in two steps where rows are few."""
+"""Sums over leading axes, which GPUs take in two steps."""
 
 import functools
 
@@ -19,33 +19,44 @@ def like(*shape, dtype="float32"):
 @pytest.mark.parametrize(
     ("x", "num_axes", "groups"),
     [
-        (like(256, 4, 4, 512), 3, 16),
+        (like(256, 4, 4, 512), 3, (16, 1, 1)),
         # So few columns that a group is as small as it may be.
-        (like(4096, 64), 1, 32),
+        (like(4096, 64), 1, (32,)),
         # Of a transformer's batch there are that many sequences.
-        (like(8, 512, 768), 2, 8),
-        (like(6, 512, 2048), 2, 3),
-        # What XLA does in two steps, what is small, and what cannot be divided.
-        (like(4097, 64), 1, 1),
-        (like(255, 64), 1, 1),
-        (like(4093, 64), 1, 1),
-        (like(1, 4096, 64), 2, 1),
-        (like(4096), 1, 1),
-        (like(4096, 64, dtype="bfloat16"), 1, 1),
-        (like(0, 64), 1, 1),
-        (like(4096, 0), 1, 1),
+        (like(8, 512, 768), 2, (8, 1)),
+        (like(6, 512, 2048), 2, (3, 1)),
+        # Of images there are fewer than groups: their rows are divided, too.
+        (like(128, 32, 32, 64), 3, (128, 4, 1)),
+        (like(100, 32, 32, 64), 3, (100, 4, 1)),
+        (like(2, 3, 32, 32, 8, 64), 5, (2, 3, 32, 2, 1)),
+        (like(131072, 64), 1, (512,)),
+        # What XLA divides into enough groups itself.
+        (like(256, 32, 32, 64), 3, (1, 1, 1)),
+        (like(256, 16, 16, 128), 3, (1, 1, 1)),
+        # What is small, and what cannot be divided.
+        (like(255, 64), 1, (1,)),
+        (like(4093, 64), 1, (1,)),
+        (like(131071, 64), 1, (1,)),
+        (like(1, 4096, 64), 2, (1, 1)),
+        (like(4096), 1, (1,)),
+        (like(4096, 64, dtype="bfloat16"), 1, (1,)),
+        (like(0, 64), 1, (1,)),
+        (like(4096, 0), 1, (1,)),
     ],
 )
 def test_rows_are_divided_among_blocks_of_threads(x, num_axes, groups):
     assert _sum_rows.num_groups(x, num_axes) == groups
 
 
-@pytest.mark.parametrize("shape", [(64, 5, 7, 3), (2048, 40), (3, 4)])
+@pytest.mark.parametrize(
+    "shape", [(64, 5, 7, 3), (2048, 40), (3, 4), (6, 4, 1024, 5), (3, 8192, 7)]
+)
 def test_two_steps_make_the_sum(shape):
     x = jax.random.normal(jax.random.key(0), shape)
     axes = tuple(range(len(shape) - 1))
     got = jax.jit(functools.partial(_sum_rows._sum_in_two_steps, num_axes=len(axes)))(x)
-    np.testing.assert_allclose(got, np.sum(x, axis=axes), rtol=1e-5, atol=1e-4)
+    want = np.sum(np.asarray(x, np.float64), axis=axes)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
 def sum_rows(x):

@@ -42,6 +42,7 @@ from dafjax._native._library import (
     library_status as library_status,
 )
 from dafjax._native._pin import pin as pin
+from dafjax._native._pin_late import pin_late as pin_late
 from dafjax._native._pool import (
     PoolExhausted as PoolExhausted,
     StaleHandle as StaleHandle,
@@ -66,5 +67,5 @@ from dafjax._native._reduction_timing import (
 )
 from dafjax._native._row_major import row_major as row_major
 from dafjax._native._sum_rows import sum_rows_p as sum_rows_p
-from dafjax._native._tie import tie as tie, tie_tree as tie_tree
+from dafjax._native._tie import hold as hold, tie as tie, tie_tree as tie_tree
 from dafjax._native._tuning import Tuning as Tuning, tune_device as tune_device

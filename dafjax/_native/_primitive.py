@@ -33,7 +33,7 @@ def make_primitive(
     target: str | None = None,
     aliased: bool = False,
     is_call_on_cpu: bool = True,
-    is_call_on_cuda: Callable[..., bool] = lambda **_: True,
+    is_call_on_cuda: bool = True,
     where_divided: Callable[..., dict[str, Static]] = lambda **params: params,
     resolve: Callable[..., dict[str, Static]] = lambda *_, **params: params,
 ) -> Primitive:
@@ -53,8 +53,7 @@ def make_primitive(
         target: Name of the custom call's target, if it is another.
         aliased: Whether results take the buffers of as many operands, the last ones.
         is_call_on_cpu: Whether it is a custom call on CPUs.
-        is_call_on_cuda: From the primitive's parameters, whether it is a custom call
-            on CUDA.
+        is_call_on_cuda: Whether it is a custom call on CUDA.
         where_divided: From the primitive's parameters, those that it has on CUDA where
             devices share the arrays.
         resolve: From the platform that it is lowered for, the operands' types and the
@@ -89,7 +88,7 @@ def make_primitive(
     ) -> Sequence[Any]:
         if is_divided(context):
             params = where_divided(**params)
-        if not is_call_on_cuda(**params) or not _cuda_library.register():
+        if not is_call_on_cuda or not _cuda_library.register():
             return lower_reference(context, *operands, **params)
         return lower_to_custom_call("cuda", context, *operands, **params)
 

@@ -280,13 +280,12 @@ def unpack_bitmask(
 
 def tie(
     *arrays: Array,
-    all_are_read: bool,
     num_awaited: int,
     num_settled: int,
     only_on_cpus: bool,
 ) -> tuple[Array, ...]:
     """Returns its arguments, none before all but the last are there that are read."""
-    del all_are_read, num_awaited
+    del num_awaited
     if only_on_cpus:
         return arrays
     num_tied = len(arrays) - num_settled
@@ -301,6 +300,11 @@ def hold(*arrays: Array, num_awaited: int) -> tuple[Array, ...]:
 def pin(x: Array) -> Array:
     """Returns its argument."""
     return x
+
+
+def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
+    """Returns its arguments, the first one not before the second, which is 0."""
+    return lax.select(token == 0, x, jnp.zeros_like(x)), token
 
 
 def _wait_for(after: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:

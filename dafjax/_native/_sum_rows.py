@@ -1,4 +1,4 @@
-"""Primitive that sums over leading axes, on GPUs in two steps where rows are few.
+"""Primitive that sums over leading axes, on GPUs in two steps of our own.
 
 XLA:GPU sums up to 4096 rows in one step, in which a block of threads has 32 columns: of
 a few hundred columns most of a large GPU has nothing to do, and the sum, with all that
@@ -21,17 +21,35 @@ from dafjax._native._sharding import is_divided, reshaped
 from dafjax._typing import Array
 
 
-def num_groups(x: Any, num_axes: int) -> int:
-    """Returns how many groups of rows are summed by themselves at first; 1 for all."""
+def num_groups(x: Any, num_axes: int) -> tuple[int, ...]:
+    """Returns in how many parts each of the leading axes is divided.
+
+    A group of rows, of which the first step makes one, has a part of each axis. Axes
+    are divided one by one and not joined: that would be a copy in another layout.
+    """
+    whole = (1,) * num_axes
     rows = math.prod(x.shape[:num_axes])
     columns = math.prod(x.shape[num_axes:])
-    if rows > _ROWS_OF_ONE_STEP or columns <= 1 or x.dtype != jnp.float32:
-        return 1
-    wanted = min(
-        rows // _ROWS_OF_GROUP, -(-_BLOCKS_OF_THREADS * _COLUMNS_OF_BLOCK // columns)
-    )
-    counts = (n for n in range(wanted, 1, -1) if x.shape[0] % n == 0)
-    return next(counts, 1)
+    if columns <= 1 or rows == 0 or x.dtype != jnp.float32:
+        return whole
+    if rows > _ROWS_OF_ONE_STEP:
+        wanted = -(-_MANY_BLOCKS_OF_THREADS * _COLUMNS_OF_BLOCK // columns)
+        if wanted <= math.isqrt(rows):
+            return whole
+        divided = x.shape[:num_axes]
+    else:
+        wanted = -(-_BLOCKS_OF_THREADS * _COLUMNS_OF_BLOCK // columns)
+        divided = x.shape[:1]
+    wanted = min(wanted, rows // _ROWS_OF_GROUP)
+    groups = []
+    for size in divided:
+        counts = (n for n in range(min(wanted, size), 1, -1) if size % n == 0)
+        groups.append(next(counts, 1))
+        # Parts of an axis are next to each other if all in front of it is divided.
+        if groups[-1] < size:
+            break
+        wanted //= size
+    return (*groups, *whole[len(groups) :])
 
 
 # What XLA:GPU takes for one step, and how it divides that.
@@ -40,6 +58,8 @@ _COLUMNS_OF_BLOCK = 32
 # Two for each multiprocessor of the largest GPUs; a group has rows for all its threads.
 _BLOCKS_OF_THREADS = 256
 _ROWS_OF_GROUP = 128
+# With as many, XLA:GPU decodes where it sums.
+_MANY_BLOCKS_OF_THREADS = 1024
 
 
 def _abstract_eval(x: Any, *, num_axes: int) -> Any:
@@ -51,13 +71,18 @@ def _sum(x: Array, *, num_axes: int) -> Array:
 
 
 def _sum_in_two_steps(x: Array, *, num_axes: int) -> Array:
-    count = num_groups(x, num_axes)
-    if count == 1:
+    groups = num_groups(x, num_axes)
+    if math.prod(groups) == 1:
         return _sum(x, num_axes=num_axes)
-    groups = x.reshape(count, x.shape[0] // count, *x.shape[1:])
-    sums = lax.reduce_sum(groups, range(1, num_axes + 1))
+    parts = [n for pair in zip(groups, x.shape, strict=False) for n in _parts(*pair)]
+    divided = x.reshape(*parts, *x.shape[num_axes:])
+    sums = lax.reduce_sum(divided, range(1, 2 * num_axes, 2))
     # Else XLA makes one sum of both.
-    return lax.reduce_sum(lax.optimization_barrier(sums), (0,))
+    return lax.reduce_sum(lax.optimization_barrier(sums), range(num_axes))
+
+
+def _parts(count: int, size: int) -> tuple[int, int]:
+    return count, size // count
 
 
 def _lower_on_cuda(

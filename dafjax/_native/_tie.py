@@ -26,7 +26,6 @@ from dafjax._typing import Array, ArrayTree, Static
 
 def tie(
     *arrays: Array,
-    all_are_read: bool = True,
     num_awaited: int = 0,
     num_settled: int = 0,
     only_on_cpus: bool = False,
@@ -35,13 +34,11 @@ def tie(
 
     Results take the buffers of the operands, so that nothing is copied. Derivatives are
     those of the identity. Arrays of extended dtypes (PRNG keys) are returned as they
-    are, outside the tie.
+    are, outside the tie. On a GPU a result that nobody reads does not hold the others
+    up: see `hold`.
 
     Args:
         *arrays: Arrays of any shape and dtype.
-        all_are_read: Whether something reads every result. On a GPU a result that
-            nobody reads would not hold the others up, so that False makes a custom
-            call of the tie there too.
         num_awaited: How many of the arrays, the first ones, the others wait for. On a
             CPU they themselves wait for nothing, and XLA can compute in their place.
         num_settled: How many of the arrays, the last ones, wait for the others, which
@@ -60,13 +57,30 @@ def tie(
     tied = iter(
         _bind(
             operands,
-            all_are_read=all_are_read,
             num_awaited=awaited,
             num_settled=settled,
             only_on_cpus=only_on_cpus,
         )
     )
     return tuple(next(tied) if can_pass_through(x) else x for x in arrays)
+
+
+def hold(*arrays: Array, after: Sequence[Array]) -> tuple[Array, ...]:
+    """Returns its arguments unchanged, none of them before all are computed.
+
+    Unlike a tie it is a custom call on GPUs, too, that waits for what nobody reads.
+    Results take the buffers of the operands. Derivatives are those of the identity.
+
+    Args:
+        *arrays: Arrays of any shape and dtype.
+        after: More arrays, which are waited for. They have buffers of their own.
+    """
+    awaited = tuple(filter(can_pass_through, after))
+    operands = tuple(filter(can_pass_through, arrays))
+    held = iter(
+        hold_p.bind(*awaited, *operands, num_awaited=len(awaited)) if operands else ()
+    )
+    return tuple(next(held) if can_pass_through(x) else x for x in arrays)
 
 
 def tie_tree(tree: ArrayTree, token: Array) -> tuple[ArrayTree, Array]:
@@ -84,10 +98,6 @@ def _abstract_eval(*avals: Any, **_: Static) -> tuple[Any, ...]:
     return avals
 
 
-def _is_call_on_cuda(*, all_are_read: Static, **_: Static) -> bool:
-    return not all_are_read
-
-
 def _tied_where_divided(**params: Static) -> dict[str, Static]:
     # There nothing is decoded in the kernels that read it (`_fused.py`).
     return {**params, "only_on_cpus": False}
@@ -100,6 +110,19 @@ def _run_on_cpu(*arrays: Array, num_awaited: int, **_: Static) -> list[Array]:
 
 def _held(*avals: Any, num_awaited: int) -> tuple[Any, ...]:
     return avals[num_awaited:]
+
+
+def _jvp_of_held(
+    primals: Sequence[Array], tangents: Sequence[Any], *, num_awaited: int
+) -> tuple[Sequence[Array], Sequence[Any]]:
+    held = hold_p.bind(*primals, num_awaited=num_awaited)
+    return held, list(tangents[num_awaited:])
+
+
+def _batch_held(
+    operands: Sequence[Array], axes: Sequence[int | None], *, num_awaited: int
+) -> tuple[Sequence[Array], Sequence[int | None]]:
+    return hold_p.bind(*operands, num_awaited=num_awaited), axes[num_awaited:]
 
 
 def _jvp(
@@ -121,7 +144,7 @@ def _batch(
     return tie_p.bind(*operands, **params), axes
 
 
-# What a tie is on CPUs: it returns its operands but for the first ones.
+# It returns its operands but for the first ones. On CPUs ties are made of it.
 hold_p: Primitive = make_primitive(
     "dafjax_hold",
     target="dafjax_tie",
@@ -130,6 +153,8 @@ hold_p: Primitive = make_primitive(
     multiple_results=True,
     aliased=True,
 )
+ad.primitive_jvps[hold_p] = _jvp_of_held
+batching.primitive_batchers[hold_p] = _batch_held
 tie_p: Primitive = make_primitive(
     "dafjax_tie",
     abstract_eval=_abstract_eval,
@@ -137,7 +162,7 @@ tie_p: Primitive = make_primitive(
     multiple_results=True,
     aliased=True,
     is_call_on_cpu=False,
-    is_call_on_cuda=_is_call_on_cuda,
+    is_call_on_cuda=False,
     where_divided=_tied_where_divided,
 )
 mlir.register_lowering(

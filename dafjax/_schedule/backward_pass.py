@@ -14,7 +14,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from dafjax._native import pin, row_major, tie, tie_tree
+from dafjax._native import hold, pin, row_major, tie, tie_tree
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.apart import run_apart
 from dafjax._schedule.loops import run_loop
@@ -393,6 +393,6 @@ def _tied_to(gradients: list[Any], done: jax.Array) -> list[Any]:
     """Makes gradients depend on a call that is made for what else it does."""
     for number, gradient in enumerate(gradients):
         if _can_wait(gradient):
-            tied, _ = tie(gradient, done, all_are_read=False)
+            (tied,) = hold(gradient, after=[done])
             return [*gradients[:number], tied, *gradients[number + 1 :]]
     return gradients

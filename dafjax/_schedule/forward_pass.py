@@ -6,7 +6,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from dafjax._native import pin, tie
+from dafjax._native import hold, pin, pin_late, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.early_sums import Stage, with_early_sums
 from dafjax._schedule.not_before import can_be_tied, not_before
@@ -193,8 +193,8 @@ class _RunningForward:
             default=None,
         )
         if self._pending and self._ties.forward and carrier is not None:
-            self._env[carrier], self._token, *_ = tie(
-                self._env[carrier], self._token, *self._pending, all_are_read=False
+            self._env[carrier], self._token = hold(
+                self._env[carrier], self._token, after=self._pending
             )
             self._pending.clear()
 
@@ -207,8 +207,10 @@ class _RunningForward:
             )
 
     def _delay(self, atom: Atom, operand: Any) -> Any:
-        delayed = not_before(self._token, operand)
-        return pin(delayed) if atom in self._pinned else delayed
+        if atom not in self._pinned:
+            return not_before(self._token, operand)
+        late, self._token = pin_late(operand, self._token)
+        return late
 
     def _is_made(self, value: int) -> bool:
         return value >= self._plan.program.num_arguments

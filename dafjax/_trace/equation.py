@@ -256,7 +256,7 @@ def call_equation(
     avals: Sequence[jax.core.ShapedArray],
     inputs: tuple[Atom, ...],
     outputs: tuple[int, ...],
-    in_place_of: Equation,
+    source: Equation,
 ) -> Equation:
     """Returns an equation that calls a function, in the place of another equation.
 
@@ -265,17 +265,19 @@ def call_equation(
         avals: Shape and dtype of its arguments.
         inputs: The arguments.
         outputs: The values that it makes.
-        in_place_of: The equation whose place in the model, and in the user's code, the
-            new one takes.
+        source: The equation whose place in the model, and in the user's code, the new
+            one takes.
     """
     jaxpr = jax.make_jaxpr(jax.jit(function))(*avals).jaxpr
-    (call,) = jaxpr.eqns
-    source_info = in_place_of.jaxpr.eqns[0].source_info
-    return Equation(
-        jaxpr=jaxpr.replace(eqns=[call.replace(source_info=source_info)]),
-        inputs=inputs,
-        outputs=outputs,
-    )
+    return in_place_of(Equation(jaxpr=jaxpr, inputs=inputs, outputs=outputs), source)
+
+
+def in_place_of(equation: Equation, source: Equation) -> Equation:
+    """Returns an equation with the place in the user's code that another one has."""
+    (eqn,) = equation.jaxpr.eqns
+    source_info = source.jaxpr.eqns[0].source_info
+    jaxpr = equation.jaxpr.replace(eqns=[eqn.replace(source_info=source_info)])
+    return dataclasses.replace(equation, jaxpr=jaxpr)
 
 
 def conversion(
@@ -291,10 +293,8 @@ def conversion(
         source: The equation whose place in the user's code it takes.
     """
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(aval).jaxpr
-    (eqn,) = jaxpr.eqns
-    source_info = source.jaxpr.eqns[0].source_info
-    jaxpr = jaxpr.replace(eqns=[eqn.replace(source_info=source_info)])
-    return Equation(jaxpr=jaxpr, inputs=(value,), outputs=(result,))
+    converted = Equation(jaxpr=jaxpr, inputs=(value,), outputs=(result,))
+    return in_place_of(converted, source)
 
 
 def in_dtype(

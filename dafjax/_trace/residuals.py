@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dafjax._trace.bounded_exp import name_bounded
 from dafjax._trace.equation import Atom, Equation, renumber, values_of
+from dafjax._trace.factored_sums import factor_sums
 from dafjax._trace.graph import flatten, live_equations
 from dafjax._trace.tanh_slope import name_slopes
 from dafjax._trace.tracing import ClosedJaxpr, as_function, nbytes_of
@@ -144,7 +145,8 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
 
     made = _Made(forward)
     depends = set(cotangents)
-    for eqn in live_equations(second.equations, second.outputs):
+    equations, types = factor_sums(second)
+    for eqn in live_equations(equations, second.outputs):
         inputs = renumber(eqn.inputs, numbers)
         # What `jax.checkpoint` inside would compute again is there already.
         there = made.find(dataclasses.replace(eqn, inputs=inputs))
@@ -155,7 +157,7 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
         for value in eqn.outputs:
             numbers[value] = len(avals)
             outputs.append(len(avals))
-            avals.append(second.avals[value])
+            avals.append(types[value])
         joint = Equation(jaxpr=eqn.jaxpr, inputs=inputs, outputs=tuple(outputs))
         if depends.isdisjoint(joint.input_values):
             forward.append(joint)

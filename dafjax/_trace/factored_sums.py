@@ -1,0 +1,201 @@
+"""Sums of terms with a common factor, as that factor times a sum that is there.
+
+The gradient of a batch norm sums a cotangent, for the bias, and sums it once more times
+a number for each channel, for the mean. XLA does not see that the second sum is the
+first one times that number, and reads the whole array for it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+
+from dafjax._trace.equation import (
+    Atom,
+    Constant,
+    Equation,
+    in_place_of,
+    renumber,
+    values_of,
+)
+from dafjax._trace.graph import Graph, flatten
+
+
+def factor_sums(graph: Graph) -> tuple[list[Equation], list[jax.core.ShapedArray]]:
+    """Returns the equations of a graph, each such sum as a product, and all types.
+
+    What was summed there may be read by nothing then. Values are not numbered in order.
+    """
+    avals = list(graph.avals)
+    makers = {value: eqn for eqn in graph.equations for value in eqn.outputs}
+    totals: dict[_Summed, int] = {}
+    equations: list[Equation] = []
+    for eqn in graph.equations:
+        summed = _summed(eqn, avals)
+        if summed is None:
+            equations.append(eqn)
+            continue
+        factored = _factored(summed, totals, makers, avals)
+        if factored is None:
+            totals.setdefault(summed, eqn.outputs[0])
+            equations.append(eqn)
+        else:
+            equations += _product(eqn, *factored, avals)
+    return equations, avals
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Summed:
+    """A value, and over which axes it is summed."""
+
+    value: int
+    axes: tuple[int, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Factor:
+    """What all terms of a sum are multiplied by.
+
+    Attributes:
+        value: A value, or a number; None stands for -1.
+        axes: Which axes of the terms those of the value are.
+    """
+
+    value: Atom | None
+    axes: tuple[int, ...] = ()
+
+
+def _summed(eqn: Equation, avals: Sequence[jax.core.ShapedArray]) -> _Summed | None:
+    if eqn.primitive != "reduce_sum":
+        return None
+    (value,) = eqn.operand_atoms
+    if not isinstance(value, int) or not _can_be_factored(avals[value]):
+        return None
+    return _Summed(value, tuple(eqn.params["axes"]))
+
+
+def _can_be_factored(aval: Any) -> bool:
+    return (
+        jnp.issubdtype(aval.dtype, jnp.floating)
+        and not aval.sharding.mesh.explicit_axes
+    )
+
+
+def _factored(
+    summed: _Summed,
+    totals: Mapping[_Summed, int],
+    makers: Mapping[int, Equation],
+    avals: Sequence[jax.core.ShapedArray],
+) -> tuple[int, list[_Factor]] | None:
+    """Returns a sum that is there, and the factors that make it that of `summed`."""
+    factors: list[_Factor] = []
+    while not factors or summed not in totals:
+        eqn = makers.get(summed.value)
+        split = None if eqn is None else _split(eqn, summed.axes, makers, avals)
+        if split is None:
+            return None
+        term, factor = split
+        factors.append(factor)
+        summed = _Summed(term, summed.axes)
+    return totals[summed], factors
+
+
+def _split(
+    eqn: Equation,
+    axes: Sequence[int],
+    makers: Mapping[int, Equation],
+    avals: Sequence[jax.core.ShapedArray],
+) -> tuple[int, _Factor] | None:
+    """Returns what is summed, and the factor that is the same along some axes."""
+    shape = avals[eqn.outputs[0]].shape
+
+    atoms = eqn.operand_atoms
+    if eqn.primitive == "neg":
+        pairs = [(atoms[0], _Factor(None))]
+    elif eqn.primitive == "mul":
+        others = [_constant_along(atom, axes, makers, avals) for atom in atoms[::-1]]
+        pairs = zip(atoms, others, strict=True)
+    else:
+        return None
+    for term, factor in pairs:
+        if isinstance(term, int) and avals[term].shape == shape and factor is not None:
+            return term, factor
+    return None
+
+
+def _constant_along(
+    atom: Atom,
+    axes: Sequence[int],
+    makers: Mapping[int, Equation],
+    avals: Sequence[jax.core.ShapedArray],
+) -> _Factor | None:
+    if isinstance(atom, Constant):
+        return _Factor(atom) if jnp.ndim(atom.value) == 0 else None
+    shape = avals[atom].shape
+    if not shape or all(shape[axis] == 1 for axis in axes):
+        return _Factor(atom, tuple(range(len(shape))))
+    made = makers.get(atom)
+    if made is None or made.primitive != "broadcast_in_dim":
+        return None
+    (operand,) = made.operand_atoms
+    if isinstance(operand, Constant):
+        return _constant_along(operand, axes, makers, avals)
+    places = tuple(int(d) for d in made.params["broadcast_dimensions"])
+    sizes = avals[operand].shape
+    if any(p in axes and n != 1 for p, n in zip(places, sizes, strict=True)):
+        return None
+    return _Factor(operand, places)
+
+
+def _product(
+    eqn: Equation,
+    total: int,
+    factors: Sequence[_Factor],
+    avals: list[jax.core.ShapedArray],
+) -> list[Equation]:
+    """Returns equations that make the result of a sum, of another sum."""
+    axes = eqn.params["axes"]
+    left = [d for d in range(len(axes) + avals[total].ndim) if d not in axes]
+
+    def multiply(result: jax.Array, *values: jax.Array) -> jax.Array:
+        remaining = iter(values)
+        for factor in factors:
+            if factor.value is None:
+                result = -result
+                continue
+            if isinstance(factor.value, Constant):
+                result = result * jnp.asarray(factor.value.value, result.dtype)
+                continue
+            value = next(remaining)
+            summed = [i for i, place in enumerate(factor.axes) if place in axes]
+            places = [left.index(p) for p in factor.axes if p not in axes]
+            result = result * lax.broadcast_in_dim(
+                lax.squeeze(value, summed), result.shape, places
+            )
+        return result
+
+    inputs = (total, *(f.value for f in factors if isinstance(f.value, int)))
+    graph = flatten(jax.make_jaxpr(multiply)(*(avals[v] for v in inputs)))
+    numbers: dict[int, Atom] = dict(enumerate(inputs))
+    made = []
+    for equation in graph.equations:
+        (value,) = equation.outputs
+        if (value,) == graph.outputs:
+            numbers[value] = eqn.outputs[0]
+        else:
+            numbers[value] = len(avals)
+            avals.append(graph.avals[value])
+        made.append(
+            dataclasses.replace(
+                in_place_of(equation, eqn),
+                inputs=renumber(equation.inputs, numbers),
+                outputs=values_of([numbers[value]]),
+            )
+        )
+    return made
