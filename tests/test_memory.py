@@ -1,5 +1,6 @@
 """The compiled program: its temporary bytes, and what each tie is for."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -7,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import dafjax
 from benchmarks.methods import compress, save_all
@@ -18,7 +20,7 @@ from dafjax._schedule import loops, parts, schedule, stretches
 from dafjax._schedule.schedule import _Builder
 from dafjax._schedule.ties import Ties
 from dafjax.codecs import Affine
-from dafjax.policies import CompressExpensive
+from dafjax.policies import CompressExpensive, CompressNames
 from tests import networks
 from tests.helpers import (
     DEFAULT,
@@ -244,12 +246,15 @@ def test_without_outgoing_ties_reductions_are_put_off(monkeypatch):
 
 
 @functools.cache
-def resnet_nbytes(bits=None, **ties):
+def resnet_nbytes(bits=None, policy=None, **ties):
     """Returns the temp bytes of a training step of ResNet-18, half as wide.
 
     Its arrays are divided as those of the whole ResNet are.
     """
     method = save_all.make(2) if bits is None else compress.make(bits)
+    if policy is not None:
+        wrap = functools.partial(dafjax.remat_compress, bits=bits, policy=policy)
+        method = dataclasses.replace(method, wrap_loss=wrap)
     workload = Workload(method, batch=32, width=32)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_ties(monkeypatch, **ties)
@@ -268,10 +273,12 @@ def run_whole(monkeypatch):
 
 
 def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once(monkeypatch):
-    """Where they are unpacked as a whole."""
+    """Where they are unpacked as a whole, and chains are long."""
     run_whole(monkeypatch)
+    policy = CompressExpensive(max_sources=3)
     tied, untied = (
-        resnet_nbytes.__wrapped__(bits=2, partial=partial) for partial in (True, False)
+        resnet_nbytes.__wrapped__(bits=2, policy=policy, partial=partial)
+        for partial in (True, False)
     )
     assert untied > 1.1 * tied
 
@@ -306,6 +313,24 @@ def test_a_weight_is_not_copied_for_its_optimizer(monkeypatch):
         schedule, "behind_last_reads", lambda program, steps: tuple(steps)
     )
     assert resnet_nbytes.__wrapped__(bits=2) > 1.02 * waited
+
+
+def test_what_is_packed_and_used_on_is_computed_once():
+    """Without a tie XLA:CPU computes it for the one and for the other."""
+
+    def loss(w, x):
+        x = checkpoint_name(jnp.sin(x @ w), "wave")
+        return jnp.sum(jnp.tanh(x @ w))
+
+    def forward(*arguments):
+        result, pullback = jax.vjp(wrapped, *arguments)
+        return result, jax.tree.leaves(pullback)
+
+    wrapped = dafjax.remat_compress(loss, policy=CompressNames("wave"))
+    shapes = (256, 256), (4096, 256)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    compiled = jax.jit(forward).lower(*arguments).compile()
+    assert compiled.as_text().count(" sine(") == 1
 
 
 def test_a_mask_keeps_nothing_but_the_result_waiting(monkeypatch):

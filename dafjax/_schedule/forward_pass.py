@@ -107,10 +107,16 @@ class _RunningForward:
             return
         codec = self._codecs[value]
         is_mask = self._env[value].dtype == jnp.bool_
-        if self._ties.layouts and self._plan.program.is_large(value) and not is_mask:
-            # It is packed in this order. Else XLA:GPU rearranges it twice. (Masks are
-            # packed in the kernels that make them.)
-            self._env[value] = pin(self._env[value])
+        if self._plan.program.is_large(value) and not is_mask:
+            # (Masks are packed in the kernels that make them.)
+            if self._ties.layouts:
+                # It is packed in this order. Else XLA:GPU rearranges it twice.
+                self._env[value] = pin(self._env[value])
+            if self._ties.forward and self._is_made(value):
+                # Else XLA:CPU computes it twice, to be packed and to be used on.
+                self._env[value], self._token = tie(
+                    self._env[value], self._token, only_on_cpus=True
+                )
         with jax.named_scope("pack"):
             # The same tensor at another site gets other noise.
             seed = self._seed + jnp.uint32(site)
