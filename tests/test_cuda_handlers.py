@@ -67,6 +67,39 @@ def test_affine_codes_are_those_of_the_cpu(handlers, dtype, columns, stochastic)
     assert_same_bits(_call("unpack_affine", _like(y), *packed, x, **code), y)
 
 
+@pytest.mark.parametrize("columns", [32, 48])
+def test_sums_of_blocks_are_those_of_their_values(handlers, rng, columns):
+    x = rng.standard_normal((2, 3, 1584 * columns // 16)).astype(np.float32)
+    code = {"bits": 2, "block_size": 64, "columns": columns}
+    expected = pack_affine(x, jnp.uint32(9), stochastic=True, **code)
+    of_blocks = jax.ShapeDtypeStruct(expected[1].shape, jnp.float32)
+    results = [*map(_like, expected), of_blocks, of_blocks]
+    *packed, total, of_squares = _call(
+        "pack_affine_and_sum", results, x, jnp.uint32(9), stochastic=True, **code
+    )
+    for part, wanted in zip(packed, expected, strict=True):
+        assert_same_bits(part, wanted)
+    rows = x.reshape(-1, columns).astype(np.float64)
+    for blocks, values in ((total, rows), (of_squares, rows**2)):
+        # As `pack_affine_and_sum` sums them.
+        sums = np.asarray(blocks).reshape(-1, columns).sum(0)
+        np.testing.assert_allclose(sums, values.sum(0), rtol=1e-5, atol=1e-3)
+
+
+def test_sums_of_row_blocks_are_refused(handlers):
+    x = jnp.ones(512)
+    code = {"bits": 2, "block_size": 64, "columns": 0}
+    packed = pack_affine(x, jnp.uint32(9), stochastic=True, **code)
+    results = [*map(_like, packed), jax.ShapeDtypeStruct((8,), jnp.float32)] * 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="columns must be positive"):
+        jax.block_until_ready(
+            _call(
+                "pack_affine_and_sum", [*results[:4], results[3]], x, jnp.uint32(9),
+                stochastic=True, **code,
+            )
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("size", [0, 3, 515])
 def test_bitmasks_are_those_of_the_cpu(handlers, size):
     mask = jax.random.bernoulli(jax.random.key(size), 0.3, (4, size))

@@ -27,6 +27,7 @@ from dafjax._native import (
     unpack_bitmask,
 )
 from dafjax._native._cuda_status import diagnose, is_served
+from dafjax.codecs import Affine
 
 
 ORIN = CudaDevice("Orin", (8, 7), integrated=True)
@@ -177,6 +178,24 @@ def test_programs_for_cuda_have_custom_calls_if_the_library_is_built(monkeypatch
         assert f"stablehlo.custom_call @dafjax_{name}(" in text
     assert "output_operand_alias" in text
     assert "has_side_effect = true" not in text
+
+
+def test_programs_for_cuda_sum_what_they_pack_if_the_library_is_built(monkeypatch):
+    codec = Affine(bits=2, blocks="columns")
+    x = jax.ShapeDtypeStruct((64, 19, 32), jnp.float32)
+
+    def lowered():
+        return (
+            jax.jit(lambda x: codec.encode_and_sum(x))
+            .trace(x)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
+
+    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    assert "stablehlo.custom_call @dafjax_pack_affine_and_sum(" in lowered()
+    monkeypatch.setattr(_cuda_library, "register", lambda: False)
+    assert "custom_call" not in lowered()
 
 
 def test_programs_for_cuda_put_residuals_into_a_pool_if_the_library_is_built(

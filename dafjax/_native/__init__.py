@@ -4,6 +4,7 @@ from dafjax._native._affine import (
     pack_affine as pack_affine,
     unpack_affine as unpack_affine,
 )
+from dafjax._native._affine_sums import pack_affine_and_sum as pack_affine_and_sum
 from dafjax._native._bitmask import (
     pack_bitmask as pack_bitmask,
     unpack_bitmask as unpack_bitmask,

@@ -217,7 +217,7 @@ def check_dtype(
         raise TypeError(f"{function}: `{name}` must be {names}, not {dtype.name}.")
 
 
-def _pack_attributes(*, stochastic: bool, **code: int) -> dict[str, Any]:
+def pack_attributes(*, stochastic: bool, **code: int) -> dict[str, Any]:
     return {**_code_attributes(**code), "stochastic": np.int64(stochastic)}
 
 
@@ -263,7 +263,7 @@ pack_affine_p: Primitive = make_primitive(
     abstract_eval=_pack_abstract_eval,
     reference=_reference.pack_affine,
     multiple_results=True,
-    attributes=_pack_attributes,
+    attributes=pack_attributes,
     division=_divide_pack,
 )
 unpack_affine_p: Primitive = make_primitive(

@@ -13,6 +13,7 @@ from dafjax._native import _library
 # Names of custom calls, and the library's functions behind them.
 HANDLERS = {
     "dafjax_pack_affine": "dafjax_cuda_pack_affine",
+    "dafjax_pack_affine_and_sum": "dafjax_cuda_pack_affine_and_sum",
     "dafjax_unpack_affine": "dafjax_cuda_unpack_affine",
     "dafjax_pack_bitmask": "dafjax_cuda_pack_bitmask",
     "dafjax_unpack_bitmask": "dafjax_cuda_unpack_bitmask",

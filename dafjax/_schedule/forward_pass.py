@@ -1,5 +1,6 @@
 """The forward pass, run equation by equation; what the plan keeps is packed early."""
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from dafjax._native import hold, pin, pin_late, tie
 from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.column_sums import find_column_sums
 from dafjax._schedule.early_sums import Stage, with_early_sums
 from dafjax._schedule.not_before import can_be_tied, not_before
 from dafjax._schedule.schedule import last_uses
@@ -81,7 +83,12 @@ class _RunningForward:
         self._kept = {item.value: (site, item) for site, item in enumerate(plan.kept)}
         self._codecs = codecs
         equations = live_equations(plan.program.forward, [*results, *self._kept])
-        self.stages = with_early_sums(plan.program, equations, codecs)
+        self._sums = find_column_sums(plan.program, equations, codecs)
+        found = itertools.chain.from_iterable(self._sums.values())
+        with_packing = set(itertools.chain.from_iterable(found))
+        others = [eqn for eqn in equations if eqn not in with_packing]
+        others = live_equations(others, [*results, *self._kept])
+        self.stages = with_early_sums(plan.program, others, codecs)
         self._last_use = last_uses([s.equation for s in self.stages], results)
         self._env: dict[int, Any] = dict(enumerate(arguments))
         self._stored: dict[int, ArrayTree] = {}
@@ -120,7 +127,8 @@ class _RunningForward:
         with jax.named_scope("pack"):
             # The same tensor at another site gets other noise.
             seed = self._seed + jnp.uint32(site)
-            packed = codec.encode(self._env[value], seed=seed)
+            packed, with_packing = self._encode(value, codec, seed)
+        sums = (*sums, *with_packing)
         code = self._store.measured_code(codec)
         noise = None
         if code is not None:
@@ -138,6 +146,22 @@ class _RunningForward:
         is_brief = value in self._plan.brief
         handle = packed if is_brief else self._store.put(packed)
         self._stored[value] = handle if noise is None else MeasuredHandle(handle, noise)
+        for total in with_packing:
+            self.keep(total, now)
+
+    def _encode(
+        self, value: int, codec: AbstractCodec, seed: jax.Array
+    ) -> tuple[ArrayTree, tuple[int, ...]]:
+        """Packs a value. Returns also what was summed over it."""
+        if value not in self._sums:
+            return codec.encode(self._env[value], seed=seed), ()
+        packed, *totals = codec.encode_and_sum(self._env[value], seed=seed)
+        summed: list[int] = []
+        for equations, total in zip(self._sums[value], totals, strict=True):
+            results = [v for eqn in equations for v in eqn.outputs]
+            self._env.update(dict.fromkeys(results, total))
+            summed += results
+        return packed, tuple(summed)
 
     def run(self, now: int, stage: Stage) -> None:
         """Runs the equation of that number, and keeps what the plan keeps of it."""

@@ -39,7 +39,7 @@ def name_bounded(
         # The square of a complex number can be anything.
         return (
             made is not None
-            and _is_square(made)
+            and made.is_square
             and jnp.issubdtype(avals[made.outputs[0]].dtype, jnp.floating)
         )
 
@@ -49,15 +49,6 @@ def name_bounded(
 def bounded_exp(x: jax.Array) -> jax.Array:
     """Returns the exponential of a number that is not positive."""
     return jnp.exp(x)
-
-
-def _is_square(eqn: Equation) -> bool:
-    if eqn.primitive == "integer_pow":
-        return eqn.params["y"] == 2
-    if eqn.primitive == "mul":
-        first, second = eqn.operand_atoms
-        return isinstance(first, int) and first == second
-    return eqn.primitive == "square"
 
 
 def _bounded(eqn: Equation, avals: Sequence[jax.core.ShapedArray]) -> Equation:

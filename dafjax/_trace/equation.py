@@ -132,6 +132,16 @@ class Equation:
         return atom if isinstance(atom, int) else None
 
     @property
+    def is_square(self) -> bool:
+        """Whether it squares its operand."""
+        if self.primitive == "integer_pow":
+            return self.params["y"] == 2
+        if self.primitive == "mul":
+            first, second = self.operand_atoms
+            return isinstance(first, int) and first == second
+        return self.primitive == "square"
+
+    @property
     def filling(self) -> Any:
         """The number that it fills an array with; `None` if it does something else."""
         if self.primitive != "broadcast_in_dim" or self.input_values:

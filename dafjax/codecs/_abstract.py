@@ -3,6 +3,7 @@
 import abc
 
 import jax
+import jax.numpy as jnp
 
 from dafjax._typing import Array, ArrayTree, Like
 
@@ -35,6 +36,34 @@ class AbstractCodec(abc.ABC):
             TypeError: The dtype of `x` or `seed` is not supported.
             ValueError: `seed` is out of range or not a scalar.
         """
+
+    def sums_columns(self, like: Like) -> bool:
+        """Returns whether `encode_and_sum` reads such an array once, on GPUs.
+
+        Args:
+            like: Shape and dtype of the array.
+        """
+        del like
+        return False
+
+    def encode_and_sum(
+        self, x: Array, *, seed: int | Array = 0
+    ) -> tuple[ArrayTree, Array, Array]:
+        """Packs an array, and sums over all its axes but the last.
+
+        Args:
+            x: The array, float32 of at least one dimension.
+            seed: As `encode` takes it.
+
+        Returns:
+            What `encode` returns; the sum; and that of the squares.
+
+        Raises:
+            TypeError: As `encode` raises it.
+            ValueError: So too.
+        """
+        axes = tuple(range(x.ndim - 1))
+        return self.encode(x, seed=seed), jnp.sum(x, axes), jnp.sum(x * x, axes)
 
     @abc.abstractmethod
     def decode(

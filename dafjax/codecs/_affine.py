@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dafjax._native import pack_affine, unpack_affine, unpack_affine_fused
+from dafjax._native import (
+    pack_affine,
+    pack_affine_and_sum,
+    unpack_affine,
+    unpack_affine_fused,
+)
 from dafjax._native._layout import (
     BITS,
     BLOCK_SIZES,
@@ -143,17 +148,24 @@ class Affine(AbstractCodec):
         return False
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
-        self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        rows, columns = self.rows_and_columns(x.shape)
-        codes, scale, minimum = pack_affine(
-            to_rows(x, rows),
-            as_seed(seed),
-            bits=self.bits,
-            block_size=self.block_size,
-            stochastic=self.rounding == "stochastic",
-            columns=columns,
-        )
+        rows, parameters = self._rows_and_parameters(x)
+        codes, scale, minimum = pack_affine(rows, as_seed(seed), **parameters)
         return PackedAffine(codes=codes, scale=scale, minimum=minimum)
+
+    def sums_columns(self, like: Like) -> bool:
+        _, columns = self.rows_and_columns(like.shape)
+        return columns > 0 and like.dtype == jnp.float32
+
+    def encode_and_sum(
+        self, x: Array, *, seed: int | Array = 0
+    ) -> tuple[PackedAffine, Array, Array]:
+        if not self.sums_columns(jax.ShapeDtypeStruct(x.shape, x.dtype)):
+            return super().encode_and_sum(x, seed=seed)
+        rows, parameters = self._rows_and_parameters(x)
+        *packed, total, of_squares = pack_affine_and_sum(
+            rows, as_seed(seed), **parameters
+        )
+        return PackedAffine(*packed), total, of_squares
 
     def decode(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
@@ -203,6 +215,17 @@ class Affine(AbstractCodec):
                 if num_positions(candidate[-1], shape[-1]) >= min(BLOCK_SIZES):
                     return candidate, shape[-1]
         return rows, 0
+
+    def _rows_and_parameters(self, x: Array) -> tuple[Array, dict[str, Any]]:
+        self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        rows, columns = self.rows_and_columns(x.shape)
+        parameters = {
+            "bits": self.bits,
+            "block_size": self.block_size,
+            "stochastic": self.rounding == "stochastic",
+            "columns": columns,
+        }
+        return to_rows(x, rows), parameters
 
     def _unpack_parameters(self, like: Like) -> dict[str, Any]:
         self.check(like)

@@ -5,6 +5,7 @@
 //   cuda_kernels_test spread   every combination, apart from lengths
 //   cuda_kernels_test all      and with every length
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +21,7 @@
 #include "cuda/divisor.h"
 #include "cuda/graph.h"
 #include "cuda/kernels.h"
+#include "cuda/tile_values.h"
 #include "format/affine.h"
 #include "format/columns.h"
 #include "format/float_type.h"
@@ -100,6 +102,34 @@ void FailUnless(bool condition, const char* what, const Case& of) {
 
 int64_t num_cases = 0;
 
+// Whether a sum is what is expected, for terms whose magnitudes have the sum `size`. Taken
+// in another order it may overflow where they are large.
+bool IsSum(float found, double expected, double size) {
+  if (std::fabs(found - expected) <= 1e-5 * size + 1e-30) return true;
+  return !(size < 1e38) && !std::isfinite(found);
+}
+
+// Sums of the blocks of columns, a value at a time.
+void CheckSums(const Case& of, const void* x, const float* sum, const float* square) {
+  const AffineShape& shape = of.shape;
+  const ColumnLayout layout(shape.row_elements, shape.columns);
+  const int64_t blocks = shape.NumBlocks();
+  std::vector<double> sums(3 * shape.num_rows * blocks, 0.0);
+  for (int64_t i = 0; i < shape.num_rows * shape.row_elements; ++i) {
+    const int64_t row = i / shape.row_elements, place = i % shape.row_elements;
+    const int64_t down = place / layout.width / shape.block_size;
+    const int64_t block = row * blocks + down * layout.width + place % layout.width;
+    const double v = LoadValue({static_cast<const char*>(x), shape.type, true}, i);
+    sums[3 * block] += v;
+    sums[3 * block + 1] += v * v;
+    sums[3 * block + 2] += std::fabs(v);
+  }
+  for (int64_t b = 0; b < shape.num_rows * blocks; ++b) {
+    FailUnless(IsSum(sum[b], sums[3 * b], sums[3 * b + 2]), "sums", of);
+    FailUnless(IsSum(square[b], sums[3 * b + 1], sums[3 * b + 1]), "squares", of);
+  }
+}
+
 void TestAffine(const Case& of, Random* random) {
   ++num_cases;
   simulator::CurrentSettings().seed = random->Next();
@@ -118,9 +148,15 @@ void TestAffine(const Case& of, Random* random) {
   PackAffine(BestKernels(), shape, {of.stochastic, of.seed}, x.data(),
              Contiguous(shape, shape.bits, pieces), {});
   const Packed packed(shape, of.offset);
+  const bool has_sums = shape.columns > 0 && random->Next() % 2 == 0;
+  const int64_t num_sums = has_sums ? shape.num_rows * shape.NumBlocks() : 0;
+  const Array<float> sum(num_sums, of.offset, 1e9f);
+  const Array<float> square(num_sums, of.offset, 1e9f);
   CheckLaunched(PackAffineOnDevice(
       nullptr, shape, of.stochastic, of.stochastic ? &of.seed : nullptr, x.data(),
-      {packed.codes.data(), packed.scale.data(), packed.minimum.data()}));
+      {packed.codes.data(), packed.scale.data(), packed.minimum.data()},
+      has_sums ? BlockSums{sum.data(), square.data()} : BlockSums{}));
+  if (has_sums) CheckSums(of, x.data(), sum.data(), square.data());
   FailUnless(packed.scale == expected.scale, "scales", of);
   FailUnless(packed.minimum == expected.minimum, "minima", of);
   FailUnless(packed.codes == expected.codes, "codes", of);

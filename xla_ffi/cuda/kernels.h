@@ -32,10 +32,17 @@ struct ConstDeviceCodes {
   const uint16_t* minimum;
 };
 
+// Sums of the values of each column block, and of their squares, as float32. Null: they
+// are not asked for. Of row blocks there are none.
+struct BlockSums {
+  float* sum = nullptr;  // [num_rows, shape.NumBlocks()]
+  float* square = nullptr;  // as `sum`
+};
+
 // `seed` is not read if not stochastic.
 Failure PackAffineOnDevice(Stream stream, const AffineShape& shape, bool stochastic,
                            const uint32_t* seed, const void* x,
-                           const DeviceCodes& packed);
+                           const DeviceCodes& packed, const BlockSums& sums = {});
 
 Failure UnpackAffineOnDevice(Stream stream, const AffineShape& shape,
                              const ConstDeviceCodes& packed, void* y);

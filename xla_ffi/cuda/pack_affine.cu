@@ -11,13 +11,14 @@ namespace dafjax {
 
 Failure PackAffineOnDevice(Stream stream, const AffineShape& shape, bool stochastic,
                            const uint32_t* seed, const void* x,
-                           const DeviceCodes& packed) {
+                           const DeviceCodes& packed, const BlockSums& sums) {
   if (shape.num_rows * shape.row_elements == 0) return FillEmptyGraph(stream);
   const Pack<CodesInArrays<uint16_t>> pack = {stream,
                                               {stochastic, seed},
                                               InputOf(shape, x),
                                               {packed.codes, packed.scale, packed.minimum,
-                                               IsAligned(packed.codes, 8)}};
+                                               IsAligned(packed.codes, 8)},
+                                              sums};
   switch (shape.bits) {
     case 1: return PackAs<1>(shape, pack);
     case 2: return PackAs<2>(shape, pack);

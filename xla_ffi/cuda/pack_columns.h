@@ -6,6 +6,7 @@
 #include "cuda/device.h"
 #include "cuda/divisor.h"
 #include "cuda/encode.h"
+#include "cuda/kernels.h"
 #include "cuda/packed_places.h"
 #include "cuda/parameters.h"
 #include "cuda/planes.h"
@@ -35,6 +36,7 @@ template <typename Codes>
 struct PackColumnsJob {
   ConstFloatArray x;
   Codes codes;
+  BlockSums sums;
   DeviceRounding rounding;
   int64_t row_elements;
   int64_t block_size;
@@ -55,6 +57,26 @@ struct SharedLanes {
   uint32_t* flagged;    // [1]
   uint32_t* all_plain;  // [1]: no block is flagged, and all values fit
 };
+
+// The sum of some values, and of their squares.
+struct Sums {
+  float sum;
+  float square;
+
+  DAFJAX_DEVICE void AddValue(float v) {
+    sum += v;
+    square = fmaf(v, v, square);
+  }
+  DAFJAX_DEVICE void Add(const Sums& other) {
+    sum += other.sum;
+    square += other.square;
+  }
+};
+
+DAFJAX_DEVICE Sums ShuffleXor(const Sums& sums, int lanes) {
+  return {__shfl_xor_sync(kAllLanes, sums.sum, lanes),
+          __shfl_xor_sync(kAllLanes, sums.square, lanes)};
+}
 
 // Computes the parameters of the 32 blocks, one in each lane of the first warp.
 template <int kBits>
@@ -88,6 +110,46 @@ DAFJAX_DEVICE void AddOtherTiles(AnyRange (&ranges)[kRanges]) {
     DAFJAX_UNROLL
     for (int i = 0; i < kRanges; ++i) ranges[i].Add(ShuffleXor(ranges[i], step));
   }
+}
+
+// Sums what the launch block has of each lane, in the order of warps, and stores that for
+// its 32 blocks, which begin at `block`. Takes the place of ranges in shared arrays, which
+// nobody reads any longer.
+template <typename Values>
+DAFJAX_DEVICE void StoreSums(const Values& values, const ConstFloatArray& x,
+                             const Piece& piece, bool all_finite,
+                             const SharedLanes& shared, int num_warps, int64_t block,
+                             const BlockSums& to) {
+  const int lane = static_cast<int>(threadIdx.x % kWarpLanes);
+  const int warp = static_cast<int>(threadIdx.x / kWarpLanes);
+  Sums sums[kThreadLanes] = {};
+  if (all_finite) {
+    DAFJAX_UNROLL
+    for (int row = 0; row < kTileRows; ++row) {
+      float v[kThreadLanes];
+      values.GiveRow(row, v);
+      DAFJAX_UNROLL
+      for (int i = 0; i < kThreadLanes; ++i) sums[i].AddValue(v[i]);
+    }
+  } else {
+    VisitValues(x, piece, [&](int, int i, float v) { sums[i].AddValue(v); });
+  }
+  AddOtherTiles(sums);
+  if (lane < kTileThreads) {
+    DAFJAX_UNROLL
+    for (int i = 0; i < kThreadLanes; ++i) {
+      shared.lo[warp * kTileLanes + lane * kThreadLanes + i] = sums[i].sum;
+      shared.hi[warp * kTileLanes + lane * kThreadLanes + i] = sums[i].square;
+    }
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  Sums of_block = {};
+  for (int w = 0; w < num_warps; ++w) {
+    of_block.Add({shared.lo[w * kTileLanes + lane], shared.hi[w * kTileLanes + lane]});
+  }
+  to.sum[block + lane] = of_block.sum;
+  to.square[block + lane] = of_block.square;
 }
 
 template <int kBits, typename Values, typename Codes>
@@ -166,13 +228,16 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
     if (lane_of_warp == 0) shared.unusual[warp] = unusual;
   }
   __syncthreads();
+  const int64_t block =
+      (row * job.blocks_down.Value() + down) * job.width + group * kTileLanes;
   if (warp == 0) {
-    const int64_t block =
-        (row * job.blocks_down.Value() + down) * job.width + group * kTileLanes;
     ComputeColumnParameters<kBits>(x.type, shared, num_warps, lane_of_warp,
                                    job.codes.Scale(block), job.codes.Minimum(block));
   }
   __syncthreads();
+  if (job.sums.sum != nullptr) {
+    StoreSums(values, x, piece, all_finite, shared, num_warps, block, job.sums);
+  }
 
   RowParameters of_lanes;
   DAFJAX_UNROLL

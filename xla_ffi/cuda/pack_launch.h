@@ -25,6 +25,7 @@ struct Pack {
   DeviceRounding rounding;
   ConstFloatArray x;
   Codes codes;
+  BlockSums sums = {};  // of column blocks
 };
 
 template <int kBits, typename Values, typename Codes>
@@ -55,6 +56,7 @@ Failure PackColumns(const AffineShape& shape, const Pack<Codes>& pack) {
   if (const Failure failure = CheckLaunch(blocks)) return failure;
   const PackColumnsJob<Codes> job = {pack.x,
                                      pack.codes,
+                                     pack.sums,
                                      pack.rounding,
                                      shape.row_elements,
                                      shape.block_size,
