@@ -150,9 +150,6 @@ _CODED_DTYPES = frozenset(
 # So many times fewer elements at 8 bits instead of 2 cost less than one at 2.
 _EXPANSION = 3
 
-# Of so many values in codes at the most: queries, keys and what is added to a product.
-_MOST_EXPANDED = 3
-
 # Computing a longer sum of products again costs more time than packing its result.
 _MOST_CONTRACTED = 128
 
@@ -192,9 +189,7 @@ class CompressExpensive(AbstractPolicy):
         codec: How floating-point values are packed. `None`: by the `bits` of
             `remat_compress`.
         max_sources: How many compressed values a recomputation may unpack for the
-            gradient of an argument. (ResNet-18 at 2 bits: 3 instead of 2 save 0.4 MB of
-            235, for GPUs; three values are unpacked in a kernel that takes three times
-            as long as its result takes to be written.)
+            gradient of an argument.
         min_nbytes: Smaller arrays are saved raw; all iterations of a loop count
             together.
 
@@ -206,7 +201,7 @@ class CompressExpensive(AbstractPolicy):
     """
 
     codec: AbstractCodec | None = None
-    max_sources: int = 2
+    max_sources: int = 3
     min_nbytes: int = 16 * 1024
 
     def __post_init__(self) -> None:
@@ -267,7 +262,7 @@ class CompressExpensive(AbstractPolicy):
         return (
             computable
             and self.codec is None
-            and 0 < residual.sources <= max(self.max_sources, _MOST_EXPANDED)
+            and 0 < residual.sources <= self.max_sources
             and residual.num_elements > _EXPANSION * residual.source_elements
         )
 

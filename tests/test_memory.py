@@ -1,6 +1,5 @@
 """The compiled program: its temporary bytes, and what each tie is for."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -246,15 +245,12 @@ def test_without_outgoing_ties_reductions_are_put_off(monkeypatch):
 
 
 @functools.cache
-def resnet_nbytes(bits=None, policy=None, **ties):
+def resnet_nbytes(bits=None, **ties):
     """Returns the temp bytes of a training step of ResNet-18, half as wide.
 
     Its arrays are divided as those of the whole ResNet are.
     """
     method = save_all.make(2) if bits is None else compress.make(bits)
-    if policy is not None:
-        wrap = functools.partial(dafjax.remat_compress, bits=bits, policy=policy)
-        method = dataclasses.replace(method, wrap_loss=wrap)
     workload = Workload(method, batch=32, width=32)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_ties(monkeypatch, **ties)
@@ -273,12 +269,10 @@ def run_whole(monkeypatch):
 
 
 def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once(monkeypatch):
-    """Where they are unpacked as a whole, and chains are long."""
+    """Where they are unpacked as a whole."""
     run_whole(monkeypatch)
-    policy = CompressExpensive(max_sources=3)
     tied, untied = (
-        resnet_nbytes.__wrapped__(bits=2, policy=policy, partial=partial)
-        for partial in (True, False)
+        resnet_nbytes.__wrapped__(bits=2, partial=partial) for partial in (True, False)
     )
     assert untied > 1.1 * tied
 

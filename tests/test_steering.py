@@ -95,5 +95,5 @@ def test_gradients_are_unbiased_however_long_chains_are(max_sources):
 
 def test_noise_that_meets_itself_is_a_bias():
     # Blocks of columns would have less noise to meet itself.
-    rule = CompressExpensive(codec=Affine(bits=2), min_nbytes=256, max_sources=3)
+    rule = CompressExpensive(codec=Affine(bits=2), min_nbytes=256)
     assert mean_error(IgnoresSteering(rule)) > 0.3
