@@ -288,14 +288,20 @@ def test_a_planted_bug_in_a_pool_is_found(bug, tmp_path):
 MUTANTS = {
     "ranges are read before they are written": (
         "cuda/pack_columns.h",
-        "  __syncthreads();\n  if (warp == 0) {",
-        "  if (warp == 0) {",
+        "  __syncthreads();\n  const int64_t block =",
+        "  const int64_t block =",
         "none",
     ),
     "parameters are read before they are written": (
         "cuda/pack_columns.h",
-        "  __syncthreads();\n\n  RowParameters of_lanes;",
-        "  RowParameters of_lanes;",
+        "  __syncthreads();\n  if (job.sums.sum != nullptr) {",
+        "  if (job.sums.sum != nullptr) {",
+        "none",
+    ),
+    "sums are read before they are written": (
+        "cuda/pack_columns.h",
+        "  __syncthreads();\n  if (warp != 0) return;",
+        "  if (warp != 0) return;",
         "none",
     ),
     "a shared array is too short": (
