@@ -2,6 +2,7 @@
 #define DAFJAX_CUDA_PACK_COLUMNS_H_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device.h"
 #include "cuda/divisor.h"
@@ -236,7 +237,10 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   }
   __syncthreads();
   if (job.sums.sum != nullptr) {
-    StoreSums(values, x, piece, all_finite, shared, num_warps, block, job.sums);
+    // Of what goes into pools nobody asks for them.
+    if constexpr (std::is_same_v<Codes, CodesInArrays<uint16_t>>) {
+      StoreSums(values, x, piece, all_finite, shared, num_warps, block, job.sums);
+    }
   }
 
   RowParameters of_lanes;
