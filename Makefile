@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 # Of the CUDA library in the source tree: H200, and what drivers translate for others, as
-# for Orin. Wheels have code for all; to compile that takes five minutes.
+# for Orin. Wheels have code for all, which takes longer to compile.
 CUDA_ARCHITECTURES ?= 90-real;80-virtual
 CUDA_SETTINGS := --config-settings='cmake.define.DAFJAX_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)'
 # JAX's CUDA plugin has a folder of its own, so that nothing else finds it.

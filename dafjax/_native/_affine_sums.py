@@ -4,8 +4,7 @@ A batch norm sums what a convolution gave, and its squares. On GPUs the kernel t
 packs it has all of it in registers.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,8 +15,8 @@ from jax.interpreters import batching, mlir
 
 from dafjax._native import _cuda_library
 from dafjax._native._affine import pack_affine_p, pack_attributes
-from dafjax._native._primitive import refuse_derivatives
-from dafjax._native._sharding import allow_division, is_divided, reshaped, rows_like
+from dafjax._native._primitive import make_primitive, refuse_derivatives
+from dafjax._native._sharding import is_divided, reshaped, rows_like
 from dafjax._typing import Array
 
 
@@ -121,28 +120,18 @@ def _batch(
     return results, (0,) * len(results)
 
 
-@functools.cache
-def _compiled(**params: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(pack_affine_and_sum_p.bind, **params))
-
-
-def _run_eagerly(*operands: Array, **params: Any) -> Any:
-    return _compiled(**params)(*operands)
-
-
 _blocks_p = Primitive("dafjax_sum_blocks")
 _blocks_p.multiple_results = True
 _blocks_p.def_abstract_eval(_abstract_blocks)
 mlir.register_lowering(_blocks_p, _lower_blocks, platform="cuda")
 
-pack_affine_and_sum_p = Primitive("dafjax_pack_affine_and_sum")
-pack_affine_and_sum_p.multiple_results = True
-pack_affine_and_sum_p.def_abstract_eval(_abstract_eval)
-pack_affine_and_sum_p.def_impl(_run_eagerly)
-mlir.register_lowering(
-    pack_affine_and_sum_p, mlir.lower_fun(_pack_and_sum, multiple_results=True)
+pack_affine_and_sum_p: Primitive = make_primitive(
+    _TARGET,
+    abstract_eval=_abstract_eval,
+    reference=_pack_and_sum,
+    multiple_results=True,
+    is_call_on_cpu=False,
 )
 mlir.register_lowering(pack_affine_and_sum_p, _lower_on_cuda, platform="cuda")
-allow_division(pack_affine_and_sum_p)
 batching.primitive_batchers[pack_affine_and_sum_p] = _batch
 refuse_derivatives(pack_affine_and_sum_p, num_data=2)
