@@ -115,6 +115,15 @@ class TestGradients:
         assert joined == []
         assert_close(got, at_once(monkeypatch, networks.conv_loss, params, x))
 
+    def test_sums_of_a_norm_end_together(self, key, as_on_gpu):
+        """Those of both parts: they are four."""
+        wrapped = jax.grad(dafjax.remat_compress(networks.conv_loss))
+        traced = str(jax.make_jaxpr(jax.jit(wrapped))(*example(key)))
+        assert set(as_on_gpu) == {2}
+        together = traced.count(" reduce[")
+        assert together >= 3
+        assert traced.count("dafjax_sum_groups[") == 4 * together
+
     def test_of_products(self, key, as_on_gpu, monkeypatch):
         params = networks.mlp_params(key, (64, 512, 512, 16))
         x = jax.random.normal(jax.random.fold_in(key, 1), (4096, 64))

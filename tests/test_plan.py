@@ -7,6 +7,7 @@ import pytest
 import dafjax
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
+from dafjax._plan.rectifiers import select_rectified
 from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import AbstractPolicy, CompressExpensive, SaveAll
@@ -180,6 +181,17 @@ def test_nan_stays_where_rectifiers_are(key):
 
     got = jax.grad(dafjax.remat_compress(loss), 1)(w, v)
     assert bool(jnp.all(jnp.isnan(got) == jnp.isnan(jax.grad(loss, 1)(w, v))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
+def test_a_rectifier_selects_by_its_mask_and_keeps_nan(dtype):
+    floats = [jnp.inf, -jnp.inf, jnp.nan] if dtype != "int32" else []
+    x = jnp.asarray([3, -3, 0, *floats]).astype(dtype)
+    for mask in (jnp.ones(x.shape, bool), jnp.zeros(x.shape, bool)):
+        got = select_rectified(mask, x)
+        assert got.dtype == x.dtype
+        want = jnp.where(mask | jnp.isnan(x), x, jnp.zeros_like(x))
+        assert bool(jnp.all((got == want) | (jnp.isnan(got) & jnp.isnan(want))))
 
 
 def test_a_random_key_that_is_a_constant_is_no_number(key):

@@ -67,6 +67,11 @@ from dafjax._native._reduction_timing import (
     time_reductions as time_reductions,
 )
 from dafjax._native._row_major import row_major as row_major
-from dafjax._native._sum_rows import sum_rows_p as sum_rows_p
+from dafjax._native._sum_rows import (
+    are_grouped as are_grouped,
+    sum_groups as sum_groups,
+    sum_rows_p as sum_rows_p,
+    sum_together as sum_together,
+)
 from dafjax._native._tie import hold as hold, tie as tie, tie_tree as tie_tree
 from dafjax._native._tuning import Tuning as Tuning, tune_device as tune_device

@@ -17,6 +17,7 @@ from dafjax._native import _cuda_library
 from dafjax._native._affine import pack_affine_p, pack_attributes
 from dafjax._native._primitive import make_primitive, refuse_derivatives
 from dafjax._native._sharding import is_divided, reshaped, rows_like
+from dafjax._native._sum_rows import sum_together
 from dafjax._typing import Array
 
 
@@ -83,7 +84,7 @@ def _pack_and_sum(x: Array, seed: Array, *, columns: int, **params: Any) -> list
 def _sum_blocks(x: Array, seed: Array, *, columns: int, **params: Any) -> list[Array]:
     *packed, total, of_squares = _blocks_p.bind(x, seed, columns=columns, **params)
     # Lanes of blocks next to each other are of columns next to each other.
-    sums = (lax.reduce_sum(b.reshape(-1, columns), (0,)) for b in (total, of_squares))
+    sums = sum_together([b.reshape(-1, columns) for b in (total, of_squares)])
     return [*packed, *sums]
 
 

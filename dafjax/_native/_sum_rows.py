@@ -1,16 +1,22 @@
-"""Primitive that sums over leading axes, on GPUs in two steps of our own.
+"""Primitives that sum over leading axes, on GPUs in two steps of our own.
 
 XLA:GPU sums up to 4096 rows in one step, in which a block of threads has 32 columns: of
 a few hundred columns most of a large GPU has nothing to do, and the sum, with all that
 is computed in the same kernel, takes as long as that of an array many times as large.
 (An H200, `[256, 4, 4, 512]`, decoded for the gradient of a batch norm: 87 us, in two
 steps 9 us and 1 us.) More rows it sums in two steps itself.
+
+The second step has next to nothing to do, and takes about 2 us all the same. So sums
+that are taken together, as those of a norm, can have theirs together: one primitive is
+the first step, and `sum_together` the second of several.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
@@ -26,66 +32,123 @@ def num_groups(x: Any, num_axes: int) -> tuple[int, ...]:
 
     A group of rows, of which the first step makes one, has a part of each axis. Axes
     are divided one by one and not joined: that would be a copy in another layout.
+
+    Returns:
+        A number for each of them, or 1 for all where one step is best, or XLA's two.
     """
     whole = (1,) * num_axes
     rows = math.prod(x.shape[:num_axes])
     columns = math.prod(x.shape[num_axes:])
     if columns <= 1 or rows == 0 or x.dtype != jnp.float32:
         return whole
-    if rows > _ROWS_OF_ONE_STEP:
-        wanted = -(-_MANY_BLOCKS_OF_THREADS * _COLUMNS_OF_BLOCK // columns)
-        if wanted <= math.isqrt(rows):
-            return whole
-        divided = x.shape[:num_axes]
-    else:
-        wanted = -(-_BLOCKS_OF_THREADS * _COLUMNS_OF_BLOCK // columns)
-        divided = x.shape[:1]
-    wanted = min(wanted, rows // _ROWS_OF_GROUP)
-    groups = []
-    for size in divided:
+    is_large = rows > _ROWS_OF_ONE_STEP
+    blocks = _MANY_BLOCKS_OF_THREADS if is_large else _BLOCKS_OF_THREADS
+    wanted = -(-blocks * _COLUMNS_OF_BLOCK // columns)
+    if is_large:
+        wanted = max(wanted, math.isqrt(rows))
+    wanted = least = min(wanted, rows // _ROWS_OF_GROUP)
+    groups: list[int] = []
+    for size in x.shape[: num_axes if is_large else 1]:
         counts = (n for n in range(min(wanted, size), 1, -1) if size % n == 0)
         groups.append(next(counts, 1))
         # Parts of an axis are next to each other if all in front of it is divided.
         if groups[-1] < size:
             break
         wanted //= size
+    if is_large and 2 * math.prod(groups) < least:
+        return whole
     return (*groups, *whole[len(groups) :])
 
 
-# What XLA:GPU takes for one step, and how it divides that.
+# What XLA:GPU sums in one step.
 _ROWS_OF_ONE_STEP = 4096
 _COLUMNS_OF_BLOCK = 32
 # Two for each multiprocessor of the largest GPUs; a group has rows for all its threads.
 _BLOCKS_OF_THREADS = 256
 _ROWS_OF_GROUP = 128
-# With as many, XLA:GPU decodes where it sums.
-_MANY_BLOCKS_OF_THREADS = 1024
+# With as many, XLA:GPU decodes where it sums. It would make as many groups as there are
+# rows in each.
+_MANY_BLOCKS_OF_THREADS = 2048
 
 
-def _abstract_eval(x: Any, *, num_axes: int) -> Any:
+def are_grouped(x: Any, num_axes: int) -> bool:
+    """Returns whether rows are summed in two steps of our own on GPUs."""
+    return math.prod(num_groups(x, num_axes)) > 1
+
+
+def sum_groups(x: Array, num_axes: int) -> Array:
+    """Sums each of the groups in which rows are summed on GPUs: the first step.
+
+    Args:
+        x: float32 `[*rows, *columns]`.
+        num_axes: The number of the axes of rows, the first ones.
+
+    Returns:
+        float32 `[groups, *columns]`. Where devices share `x`, the sum of all is that of
+        the first group, and the others are 0.
+    """
+    return sum_groups_p.bind(x, num_axes=num_axes)
+
+
+def sum_together(arrays: Sequence[Array]) -> list[Array]:
+    """Sums arrays of one shape over their first axis, in one kernel.
+
+    Args:
+        arrays: float32 `[groups, *columns]`.
+
+    Returns:
+        For each of them float32 `[*columns]`.
+    """
+    zeros = [jnp.zeros((), x.dtype) for x in arrays]
+    return list(lax.reduce(list(arrays), zeros, _add_each, (0,)))
+
+
+def _add_each(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def _abstract_sum(x: Any, *, num_axes: int) -> Any:
     return reshaped(x, x.shape[num_axes:])
+
+
+def _abstract_groups(x: Any, *, num_axes: int) -> Any:
+    groups = math.prod(num_groups(x, num_axes))
+    return reshaped(x, (groups, *x.shape[num_axes:]))
 
 
 def _sum(x: Array, *, num_axes: int) -> Array:
     return lax.reduce_sum(x, range(num_axes))
 
 
+def _sum_groups(x: Array, *, num_axes: int) -> Array:
+    columns = x.shape[num_axes:]
+    sums = lax.reduce_sum(_divided(x, num_axes), range(1, 2 * num_axes, 2))
+    return sums.reshape(-1, *columns)
+
+
+def _sum_as_one_group(x: Array, *, num_axes: int) -> Array:
+    total = _sum(x, num_axes=num_axes)[jnp.newaxis]
+    others = math.prod(num_groups(x, num_axes)) - 1
+    return jnp.pad(total, [(0, others)] + [(0, 0)] * (total.ndim - 1))
+
+
 def _sum_in_two_steps(x: Array, *, num_axes: int) -> Array:
-    groups = num_groups(x, num_axes)
-    if math.prod(groups) == 1:
+    if not are_grouped(x, num_axes):
         return _sum(x, num_axes=num_axes)
-    parts = [n for pair in zip(groups, x.shape, strict=False) for n in _parts(*pair)]
-    divided = x.reshape(*parts, *x.shape[num_axes:])
-    sums = lax.reduce_sum(divided, range(1, 2 * num_axes, 2))
     # Else XLA makes one sum of both.
-    return lax.reduce_sum(lax.optimization_barrier(sums), range(num_axes))
+    sums = lax.optimization_barrier(_sum_groups(x, num_axes=num_axes))
+    return lax.reduce_sum(sums, (0,))
 
 
-def _parts(count: int, size: int) -> tuple[int, int]:
-    return count, size // count
+def _divided(x: Array, num_axes: int) -> Array:
+    """Returns rows with each of their axes in two, the first of groups."""
+    groups = num_groups(x, num_axes)
+    pairs = zip(groups, x.shape, strict=False)
+    parts = [n for count, size in pairs for n in (count, size // count)]
+    return x.reshape(*parts, *x.shape[num_axes:])
 
 
-def _lower_on_cuda(
+def _lower_sum_on_cuda(
     context: mlir.LoweringRuleContext, x: Any, *, num_axes: int
 ) -> Sequence[Any]:
     function = _sum if is_divided(context) else _sum_in_two_steps
@@ -93,28 +156,65 @@ def _lower_on_cuda(
     return lower(context, x, num_axes=num_axes)
 
 
-def _transpose(
+def _lower_groups_on_cuda(
+    context: mlir.LoweringRuleContext, x: Any, *, num_axes: int
+) -> Sequence[Any]:
+    # Groups of rows are other rows than those that a device has.
+    function = _sum_as_one_group if is_divided(context) else _sum_groups
+    lower = mlir.lower_fun(function, multiple_results=False)
+    return lower(context, x, num_axes=num_axes)
+
+
+def _transpose_sum(
     cotangent: Array, x: ad.UndefinedPrimal, *, num_axes: int
 ) -> list[Array]:
     shape = x.aval.shape
     return [lax.broadcast_in_dim(cotangent, shape, range(num_axes, len(shape)))]
 
 
-def _batch(
+def _transpose_groups(
+    cotangent: Array, x: ad.UndefinedPrimal, *, num_axes: int
+) -> list[Array]:
+    divided = jax.eval_shape(functools.partial(_divided, num_axes=num_axes), x.aval)
+    groups = num_groups(x.aval, num_axes)
+    of_groups = cotangent.reshape(*groups, *cotangent.shape[1:])
+    axes = (*range(0, 2 * num_axes, 2), *range(2 * num_axes, divided.ndim))
+    return [lax.broadcast_in_dim(of_groups, divided.shape, axes).reshape(x.aval.shape)]
+
+
+def _batch_sum(
     operands: Sequence[Array], places: Sequence[int], *, num_axes: int
 ) -> tuple[Array, int]:
     x = jnp.moveaxis(operands[0], places[0], 0)
     return lax.reduce_sum(x, range(1, num_axes + 1)), 0
 
 
-# Its parameter is how many axes it sums over, the first ones.
+def _batch_groups(
+    operands: Sequence[Array], places: Sequence[int], *, num_axes: int
+) -> tuple[Array, int]:
+    of_one = functools.partial(_sum_groups, num_axes=num_axes)
+    return jax.vmap(of_one, in_axes=places[0])(operands[0]), 0
+
+
+# The parameter of both is how many axes they sum over, the first ones.
 sum_rows_p: Primitive = make_primitive(
     "dafjax_sum_rows",
-    abstract_eval=_abstract_eval,
+    abstract_eval=_abstract_sum,
     reference=_sum,
     multiple_results=False,
     is_call_on_cpu=False,
 )
-mlir.register_lowering(sum_rows_p, _lower_on_cuda, platform="cuda")
-ad.deflinear2(sum_rows_p, _transpose)
-batching.primitive_batchers[sum_rows_p] = _batch
+mlir.register_lowering(sum_rows_p, _lower_sum_on_cuda, platform="cuda")
+ad.deflinear2(sum_rows_p, _transpose_sum)
+batching.primitive_batchers[sum_rows_p] = _batch_sum
+
+sum_groups_p: Primitive = make_primitive(
+    "dafjax_sum_groups",
+    abstract_eval=_abstract_groups,
+    reference=_sum_groups,
+    multiple_results=False,
+    is_call_on_cpu=False,
+)
+mlir.register_lowering(sum_groups_p, _lower_groups_on_cuda, platform="cuda")
+ad.deflinear2(sum_groups_p, _transpose_groups)
+batching.primitive_batchers[sum_groups_p] = _batch_groups

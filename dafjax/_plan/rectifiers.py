@@ -51,8 +51,18 @@ def find_rectifiers(program: Program) -> dict[int, Rectifier]:
 
 
 def select_rectified(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `x` where the mask is true, NaN where `x` is, else 0."""
-    return jax.lax.select(mask | (x != x), x, jax.lax.full_like(x, 0))
+    """Returns `x` where the mask is true, NaN where `x` is, else 0.
+
+    It reads `x` once. Of what is read twice XLA:GPU reckons that a kernel had to make
+    it as often, and writes it to memory.
+    """
+    zero = jax.lax.full_like(x, 0)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.lax.select(mask, x, zero)
+    infinity = jax.lax.full_like(x, jnp.inf)
+    least = jax.lax.select(mask, -infinity, zero)
+    greatest = jax.lax.select(mask, infinity, zero)
+    return jax.lax.clamp(least, x, greatest)
 
 
 def selection(program: Program, rectifier: Rectifier) -> Equation:

@@ -11,6 +11,7 @@ kernels that read values: else XLA:GPU would write for the second what it decode
 the first.
 """
 
+import collections
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -18,8 +19,9 @@ import jax
 
 from dafjax._native import tie_tree
 from dafjax._plan.plan import ProgramPlan
+from dafjax._schedule.joint_sums import JointSums
 from dafjax._schedule.moments import RowMeans, sample_rows
-from dafjax._schedule.one_part import finish_sums, run_pieces, tie_waiting
+from dafjax._schedule.one_part import run_pieces, tie_waiting
 from dafjax._schedule.steps import Division, Loop, Unpacking, written
 from dafjax._schedule.values import Values
 from dafjax._typing import Array, ArrayTree
@@ -99,7 +101,7 @@ class _Running:
         self._likes = division.likes_of_part(plan.kept)
         self._sources = {v: values.parts(v, division.rows, env) for v in loop.sources}
         self._written = written((*loop.by_rows, *loop.sums))
-        self._sums: dict[int, Array] = {}
+        self._sums = JointSums(division, loop)
         self._results: dict[int, tuple[Array, ...]] = {v: () for v in loop.results}
         self._samples: dict[int, tuple[RowMeans, ...]] = {v: () for v in sampled}
 
@@ -108,20 +110,19 @@ class _Running:
         part: dict[int, Any] = {v: xs[number] for v, xs in self._sources.items()}
         run_pieces(
             self._division,
-            self._loop,
+            self._loop.by_rows,
             part,
             self._env,
             lambda item: self._unpack(item, part, number),
         )
-        for value in (v for eqn in self._loop.sums for v in eqn.outputs):
-            known = self._sums.get(value)
-            self._sums[value] = part[value] if known is None else known + part[value]
+        self._sums.add(collections.ChainMap(part, self._env))
         results = {v: part[v] for v in self._results}
         count = self._division.num_parts
         if number == count - 1:
-            finish_sums(self._loop, self._sums)
+            self._sums.finish_whole()
         samples = {v: sample_rows(part[v], count) for v in self._samples}
-        self._sums, results, samples = self._wait_for((self._sums, results, samples))
+        made = self._sums.arrays, results, samples
+        self._sums.arrays, results, samples = self._wait_for(made)
         for value, x in results.items():
             self._results[value] += (x,)
         for value, sample in samples.items():
@@ -129,7 +130,7 @@ class _Running:
 
     def finish(self) -> Made:
         """Returns what was made."""
-        return Made(self._sums, self._results, self._samples, self._token)
+        return Made(self._sums.finish(), self._results, self._samples, self._token)
 
     def _wait_for(self, made: ArrayTree) -> ArrayTree:
         """Makes what follows wait for what was made, and returns it.

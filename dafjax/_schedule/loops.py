@@ -163,7 +163,8 @@ class _RunningLoop:
             nonlocal after
             after = self._unpack(item, part, after, number)
 
-        run_pieces(self._division, self._loop, part, self._env, unpack)
+        pieces = *self._loop.by_rows, *self._loop.sums
+        run_pieces(self._division, pieces, part, self._env, unpack)
         return part
 
     def _unpack(

@@ -1,34 +1,34 @@
 """What is done on one part of the rows, be it in a loop or apart."""
 
 import collections
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from dafjax._native import tie
 from dafjax._schedule.steps import Division, Loop, Unpacking
 from dafjax._trace.by_rows import evaluate_on_rows
-from dafjax._trace.equation import evaluate, look_up
+from dafjax._trace.equation import Equation, evaluate, look_up
 from dafjax._typing import Array
 
 
 def run_pieces(
     division: Division,
-    loop: Loop,
+    pieces: Iterable[Unpacking | Equation],
     part: dict[int, Any],
     env: MutableMapping[int, Any],
     unpack: Callable[[Unpacking], None],
 ) -> None:
-    """Adds all that a loop makes of a part to it.
+    """Adds what is made of a part to it.
 
     Args:
-        division: What the loop is one of.
-        loop: The loop.
+        division: What the part is one of.
+        pieces: What is unpacked and computed, in order.
         part: What is there of the part: its sources.
         env: What is there as a whole.
         unpack: Adds what is unpacked to the part.
     """
     at_hand = collections.ChainMap(part, env)
-    for piece in (*loop.by_rows, *loop.sums):
+    for piece in pieces:
         if isinstance(piece, Unpacking):
             unpack(piece)
             continue
@@ -44,9 +44,11 @@ def finish_sums(loop: Loop, sums: MutableMapping[int, Any]) -> None:
 
     Args:
         loop: What the sums are of.
-        sums: The sums, when they are there as a whole.
+        sums: Those of them that are there as a whole.
     """
     for eqn in loop.finishing:
+        if sums.keys().isdisjoint(eqn.input_values):
+            continue
         outputs = evaluate(eqn, look_up(eqn.inputs, sums))
         for value in eqn.input_values:
             del sums[value]

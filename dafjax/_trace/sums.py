@@ -7,7 +7,8 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 
-from dafjax._native import sum_rows_p
+from dafjax._native import are_grouped, sum_groups, sum_rows_p
+from dafjax._typing import Array
 
 
 def summing_rows(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> jex_core.JaxprEqn:
@@ -18,15 +19,31 @@ def summing_rows(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> jex_core.Ja
         operands: Arrays that it is run on. Types that say how devices share them are
             those of these, not of the equation, and such sums stay as they are.
     """
-    if not _sums_rows(eqn) or any(map(_is_shared, operands)):
+    if not _sums_rows(eqn, operands):
         return eqn
     return eqn.replace(
         primitive=sum_rows_p, params={"num_axes": len(eqn.params["axes"])}
     )
 
 
-def _sums_rows(eqn: jex_core.JaxprEqn) -> bool:
-    if eqn.primitive.name != "reduce_sum":
+def sums_of_groups(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> Array | None:
+    """Returns what an equation sums of groups of rows, float32 `[groups, *columns]`.
+
+    They add up to its result. `None` if it sums no rows, or they are one group.
+
+    Args:
+        eqn: Any equation.
+        operands: As `summing_rows` takes them.
+    """
+    if not _sums_rows(eqn, operands):
+        return None
+    (x,) = operands
+    num_axes = len(eqn.params["axes"])
+    return sum_groups(x, num_axes) if are_grouped(x, num_axes) else None
+
+
+def _sums_rows(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> bool:
+    if eqn.primitive.name != "reduce_sum" or any(map(_is_shared, operands)):
         return False
     aval: Any = eqn.invars[0].aval
     axes = eqn.params["axes"]
