@@ -44,17 +44,19 @@ test-foreign: $(VENV)/installed
 	PATH="$(abspath $(VENV)/bin):$$PATH" bash tests/cpp/foreign.sh
 
 # CUDA kernels through the simulator, in full and under sanitizers; planted bugs; and the
-# machine code of a wheel; and that the benchmark of CUB compiles.
-test-cuda: $(VENV)/installed
+# machine code of a wheel; that the benchmark of CUB compiles; and programs for Thor.
+test-cuda: $(VENV)/installed $(GPU_PLUGIN)/installed
 	nvcc -std=c++17 -arch=sm_80 -cubin -o /dev/null benchmarks/on_gpu/cub.cu
 	PATH="$(abspath $(VENV)/bin):$$PATH" sh tests/cpp/sass.sh
 	$(RUN) -m pytest --numprocesses 2 -m "slow or not slow" tests/test_cuda_simulator.py \
 	  tests/test_cuda_handlers.py tests/test_cuda_status.py
+	$(WITH_PLUGIN) $(OPTIMIZED) $(RUN) -m pytest --numprocesses 2 --dist loadgroup \
+	  -m "gpu_programs and slow" tests/test_gpu_programs.py
 
 # Programs for GPUs, compiled by XLA:GPU without a GPU.
 test-gpu-programs: $(GPU_PLUGIN)/installed
-	$(WITH_PLUGIN) $(OPTIMIZED) $(RUN) -m pytest --numprocesses 2 -m gpu_programs \
-	  tests/test_gpu_programs.py
+	$(WITH_PLUGIN) $(OPTIMIZED) $(RUN) -m pytest --numprocesses 2 --dist loadgroup \
+	  -m "gpu_programs and not slow" tests/test_gpu_programs.py
 
 # The suite on every supported version of JAX.
 test-versions:
