@@ -87,7 +87,7 @@ class Options:
     """The MLP's and the ResNet-18's are training steps, the GPT-2's gradients."""
     methods: tuple[str, ...] = (
         *("save_all", "remat_full"),
-        *("compress", "compress_whole", "compress_measured"),
+        *("compress", "compress_halves", "compress_measured"),
     )
     """Files of benchmarks/methods. `remat_best` is not for GPUs: the barriers that its
     option keeps are kept there anyway, and must be gone in the end."""

@@ -50,7 +50,7 @@ def remat_compress(
     static_argnames: str | Sequence[str] = (),
     activation_argnums: int | Sequence[int] = (),
     rematerialize: bool = False,
-    max_parts: int = 8,
+    max_parts: int | None = None,
     seed: int | jax.Array = 0,
 ) -> Callable[..., Any]:
     """Makes a function keep what its backward pass needs in a few bits.
@@ -94,8 +94,10 @@ def remat_compress(
             are: masks of rectifiers flip for values near 0. For stores of fixed bits.
         max_parts: In how many parts of the examples a stretch of the backward pass runs
             at most, where it can: then residuals, and what is made of them, are there
-            part by part. Each part calls every operation anew, so that on GPUs there
-            are two at most, of 8 MiB or more. With 1 all examples run at once.
+            part by part. Each part calls every operation anew. `None`: 8 on CPUs, and
+            on GPUs 1, all examples at once, which takes as little memory there, for
+            residuals are unpacked in the kernels that read them. On GPUs there are two
+            at most, of 8 MiB or more.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
             The noise also depends on the content of what is rounded, so that a constant
             gives fresh noise in every step and a step can be repeated exactly.
@@ -420,13 +422,15 @@ def _checked_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _checked_max_parts(value: Any) -> int:
+def _checked_max_parts(value: Any) -> int | None:
+    if value is None:
+        return None
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_integer or value < 1:
         error = ValueError if is_integer else TypeError
         raise error(
             "`remat_compress(max_parts=...)` must be an integer from 1 (all at once) "
-            f"on, but got `{value!r}`. The default is 8."
+            f"on, or `None` for what suits the device, but got `{value!r}`."
         )
     return int(value)
 

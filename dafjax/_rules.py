@@ -17,6 +17,7 @@ from dafjax._plan.planner import plan_arguments
 from dafjax._plan.recorder import current_recorder
 from dafjax._schedule.backward_pass import run_backward
 from dafjax._schedule.forward_pass import run_forward
+from dafjax._schedule.parts import usual_parts
 from dafjax._schedule.restored_arguments import restore_arguments
 from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Step
@@ -37,7 +38,7 @@ class Options:
     store: AbstractStore
     ties: Ties
     rematerialize: bool
-    max_parts: int
+    max_parts: int | None
 
 
 class Rule(abc.ABC):
@@ -207,7 +208,10 @@ def _schedule(
     plan: ProgramPlan, options: Options, *, are_apart: bool = False
 ) -> tuple[Step, ...]:
     """Returns the steps of the backward pass; where they are apart, those of GPUs."""
-    parts = parts_in(options.store, plan, options.max_parts, are_apart=are_apart)
+    most = options.max_parts
+    if most is None:
+        most = usual_parts(are_apart=are_apart)
+    parts = parts_in(options.store, plan, most, are_apart=are_apart)
     return schedule_backward(plan, parts)
 
 

@@ -38,7 +38,7 @@ def remat_compress(
     activation_argnums: int | Sequence[int] | None = None,
     methods: Sequence[str] | None = None,
     rematerialize: bool = False,
-    max_parts: int = 8,
+    max_parts: int | None = None,
     seed: int | jax.Array = 0,
 ) -> Target:
     """Makes a module keep what its backward pass needs in a few bits.

@@ -31,7 +31,7 @@ def remat_compress(
     static_argnums: int | Sequence[int] = (),
     activation_argnums: int | Sequence[int] | None = None,
     rematerialize: bool = False,
-    max_parts: int = 8,
+    max_parts: int | None = None,
     seed: int | jax.Array = 0,
 ) -> Callable[..., Any]:
     """Makes a function of modules keep what its backward pass needs in a few bits.

@@ -86,8 +86,9 @@ def explicit_mlp_loss(params, x):
     return networks.mlp_loss(jax.tree.map(lambda w: jax.reshard(w, whole), params), x)
 
 
-def gradient(loss, *arguments, **options):
-    return jax.jit(jax.grad(dafjax.remat_compress(loss, **options)))(*arguments)
+def gradient(loss, *arguments, max_parts=2, **options):
+    wrapped = dafjax.remat_compress(loss, max_parts=max_parts, **options)
+    return jax.jit(jax.grad(wrapped))(*arguments)
 
 
 def at_once(monkeypatch, loss, *arguments, **options):
@@ -117,7 +118,7 @@ class TestGradients:
 
     def test_sums_of_a_norm_end_together(self, key, as_on_gpu):
         """Those of both parts: they are four."""
-        wrapped = jax.grad(dafjax.remat_compress(networks.conv_loss))
+        wrapped = jax.grad(dafjax.remat_compress(networks.conv_loss, max_parts=2))
         traced = str(jax.make_jaxpr(jax.jit(wrapped))(*example(key)))
         assert set(as_on_gpu) == {2}
         together = traced.count(" reduce[")
@@ -379,7 +380,7 @@ class TestMeasuredBits:
         self, key, as_on_gpu, monkeypatch, most, samples, tolerance
     ):
         """Of all elements, and of samples, which other parts have others of."""
-        monkeypatch.setattr(parts, "_MOST_APART", most)
+        monkeypatch.setattr(parts, "_USUAL_APART", most)
         monkeypatch.setattr(moments, "_NUM_ELEMENTS", samples)
         params, x = example(key)
         # Of which parts are not alike.

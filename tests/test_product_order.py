@@ -118,3 +118,50 @@ def test_a_print_in_between_keeps_its_place(key):
     effects = [eqn for eqn in plan.program.backward if eqn.has_effect]
     assert len(effects) == 2
     assert [eqn for eqn in order_products(plan) if eqn.has_effect] == effects
+
+
+def convolution(x, kernel, stride):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, (stride, stride), "SAME", dimension_numbers=numbers
+    )
+
+
+def test_a_large_cotangent_of_a_small_one_is_made_where_it_is_read(key):
+    """Of a shortcut that halves the image, the small one waits."""
+
+    def loss(x, kernels, shortcut):
+        image = jnp.tanh(x)
+        y = jnp.tanh(convolution(image, kernels[0], 2))
+        y = jnp.tanh(convolution(y, kernels[1], 1))
+        return jnp.sum(jnp.sin(y + convolution(image, shortcut, 2)))
+
+    x = jax.random.normal(key, (4, 16, 16, CHANNELS))
+    kernels = jnp.ones((2, 3, 3, CHANNELS, CHANNELS))
+    plan = plan_of(loss, x, kernels, jnp.ones((1, 1, CHANNELS, CHANNELS)))
+    program = plan.program
+
+    def between(equations):
+        """Returns how many products run between the two cotangents of the image."""
+        found = products(equations, program)
+        first, second = (n for n, size in enumerate(found) if size == x.size)
+        return second - first - 1
+
+    assert between(program.backward) > 0
+    assert between(order_products(plan)) == 0
+
+
+def test_a_gradient_that_is_read_late_is_made_at_once_if_more_would_wait(key):
+    """Of a kernel that is used twice: what it is made of is larger than it is."""
+
+    def loss(kernel, x):
+        return jnp.sum(
+            jnp.sin(convolution(jnp.tanh(convolution(x, kernel, 1)), kernel, 1))
+        )
+
+    kernel = jax.random.normal(key, (3, 3, CHANNELS, CHANNELS))
+    plan = plan_of(loss, kernel, jax.random.normal(key, (4, 16, 16, CHANNELS)))
+    program = plan.program
+    before = products(program.backward, program)
+    assert before[0] == kernel.size != before[1]
+    assert order_products(plan) == program.backward

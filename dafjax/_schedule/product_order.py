@@ -5,13 +5,19 @@ product of attention probabilities and values it takes the cotangent of the
 probabilities first, which is as large as they are, and which then waits while they are
 unpacked for the cotangent of the values, which is small. The other way round neither
 waits for the other.
+
+And of the convolution in a shortcut that halves the image it takes the cotangent of the
+image long before the other one that this is added to. What it is made of is half as
+large, and waits in its place.
 """
 
+import collections
 from collections.abc import Sequence
 
 from dafjax._plan.plan import ProgramPlan
-from dafjax._trace.equation import Equation
+from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.primitives import is_cheap
+from dafjax._trace.residuals import Program
 
 
 def order_products(plan: ProgramPlan) -> tuple[Equation, ...]:
@@ -19,7 +25,8 @@ def order_products(plan: ProgramPlan) -> tuple[Equation, ...]:
 
     Two expensive equations with nothing but cheap ones between them change places where
     both then need less memory: for what is unpacked to be read, and for their results.
-    Everything else stays in order.
+    One whose results are larger than what it reads, and nothing else behind it, comes
+    right before what reads them. Everything else stays in order.
 
     Args:
         plan: What is kept.
@@ -58,7 +65,43 @@ def order_products(plan: ProgramPlan) -> tuple[Equation, ...]:
             place += len(moved)
         else:
             place = behind
-    return tuple(equations)
+    return tuple(_with_late_results(program, equations))
+
+
+def _with_late_results(
+    program: Program, equations: Sequence[Equation]
+) -> list[Equation]:
+    """Moves expensive equations to what reads their results, if less waits so."""
+    ordered = list(equations)
+    readers: dict[int, list[Equation]] = collections.defaultdict(list)
+    for eqn in ordered:
+        for value in dict.fromkeys(eqn.input_values):
+            readers[value].append(eqn)
+    kept = set(values_of(program.gradients))
+    made = {v for eqn in ordered for v in eqn.outputs} - kept
+    place = {eqn: number for number, eqn in enumerate(ordered)}
+    products = [eqn for eqn in ordered if not is_cheap(eqn.primitive)]
+
+    def waiting(eqn: Equation, end: int) -> int:
+        """Returns the bytes that nothing else would read any longer at that place."""
+        return sum(
+            program.nbytes(v)
+            for v in made.intersection(eqn.input_values)
+            if all(other is eqn or place[other] < end for other in readers[v])
+        )
+
+    for eqn in products:
+        reading = [place[reader] for v in eqn.outputs for reader in readers[v]]
+        if eqn.has_effect or not reading or not kept.isdisjoint(eqn.outputs):
+            continue
+        start, end = place[eqn], min(reading)
+        between = ordered[start + 1 : end]
+        if all(is_cheap(other.primitive) for other in between):
+            continue
+        if sum(map(program.nbytes, eqn.outputs)) > waiting(eqn, end):
+            ordered[start:end] = [*between, eqn]
+            place.update((e, n) for n, e in enumerate(ordered[start:end], start))
+    return ordered
 
 
 def _next_product(equations: Sequence[Equation], start: int) -> int:

@@ -91,10 +91,8 @@ def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
         in_parts = with_lasting_parts(plan, steps, parts)
         if in_parts is not None:
             return in_parts
-        parts = dataclasses.replace(parts, most=1)
-        steps = _build(plan)
-    else:
-        steps = _build(plan, products_in_parts(plan, _build(plan), parts))
+        return with_divisions(plan, steps, dataclasses.replace(parts, most=1))
+    steps = _build(plan, products_in_parts(plan, _build(plan), parts))
     return with_divisions(plan, behind_last_reads(program, steps), parts)
 
 
