@@ -1,9 +1,9 @@
 """Runs a stretch of the backward pass in parts that stay arrays of their own.
 
 In a loop XLA:GPU launches each kernel anew for each part, and copies what a product
-reads out of the whole, and what it makes into it. So on GPUs the parts, two at most,
-run one after another in the program, and what goes on stays in parts, for the stretches
-that follow.
+reads out of the whole, and what it makes into it. So on GPUs the parts, if there are
+any and two at most, run one after another in the program, and what goes on stays in
+parts, for the stretches that follow.
 
 Where there is but one part it is the levels that count: the sums over rows come first,
 and what depends on them decodes again. Codes are few, and decoding is done in the
