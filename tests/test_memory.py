@@ -185,7 +185,9 @@ def attention_nbytes(**options):
 
 
 def order_as_differentiated(monkeypatch):
-    monkeypatch.setattr(schedule, "order_products", lambda plan: plan.program.backward)
+    monkeypatch.setattr(
+        schedule, "order_products", lambda plan, **_: plan.program.backward
+    )
 
 
 def begin_no_stretch_for_sources(monkeypatch):

@@ -7,9 +7,12 @@ import pytest
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
 from dafjax._schedule.product_order import order_products
+from dafjax._schedule.schedule import schedule_backward
+from dafjax._schedule.stored import parts_in
 from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
+from dafjax.stores import Arrays
 from tests import networks
 
 
@@ -33,6 +36,29 @@ def attention(key):
         return jnp.sum(jnp.sin(jax.nn.dot_product_attention(*map(jnp.tanh, heads))))
 
     return plan_of(loss, *jax.random.normal(key, (3, 1, LENGTH, 1, CHANNELS)))
+
+
+def convolution(x, kernel, stride):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, (stride, stride), "SAME", dimension_numbers=numbers
+    )
+
+
+@pytest.fixture
+def shortcut(key):
+    """The plan of a residual block that halves an image."""
+
+    def loss(x, first, kernels, of_shortcut):
+        image = jnp.tanh(convolution(x, first, 1))
+        y = jnp.tanh(convolution(image, kernels[0], 2))
+        y = jnp.tanh(convolution(y, kernels[1], 1))
+        return jnp.sum(jnp.sin(y + convolution(image, of_shortcut, 2)))
+
+    x = jax.random.normal(key, (4, 16, 16, CHANNELS))
+    kernels = jnp.ones((2, 3, 3, CHANNELS, CHANNELS))
+    arguments = x, kernels[0], kernels, jnp.ones((1, 1, CHANNELS, CHANNELS))
+    return plan_of(loss, *arguments, perturbed=[False, True, True, True])
 
 
 @pytest.fixture
@@ -64,11 +90,12 @@ def test_the_small_cotangent_of_values_is_made_before_that_of_probabilities(atte
     assert sorted(before) == sorted(after)
 
 
-@pytest.mark.parametrize("name", ["attention", "convolutions"])
-def test_every_equation_stays_behind_those_that_it_reads(name, request):
+@pytest.mark.parametrize("are_apart", [False, True])
+@pytest.mark.parametrize("name", ["attention", "convolutions", "shortcut"])
+def test_every_equation_stays_behind_those_that_it_reads(name, are_apart, request):
     plan = request.getfixturevalue(name)
     program = plan.program
-    ordered = order_products(plan)
+    ordered = order_products(plan, are_apart=are_apart)
     assert len(ordered) == len(program.backward)
     assert set(ordered) == set(program.backward)
     at_hand = {*program.residuals(), *program.cotangents}
@@ -79,7 +106,9 @@ def test_every_equation_stays_behind_those_that_it_reads(name, request):
 
 def test_weights_that_are_turned_round_move_nothing(convolutions):
     """Their gradients would wait: of large ones XLA:GPU had seven instead of three."""
-    assert order_products(convolutions) == convolutions.program.backward
+    for are_apart in (False, True):
+        ordered = order_products(convolutions, are_apart=are_apart)
+        assert ordered == convolutions.program.backward
 
 
 def test_cheap_equations_and_a_chain_of_products_stay_in_order(key):
@@ -120,35 +149,32 @@ def test_a_print_in_between_keeps_its_place(key):
     assert [eqn for eqn in order_products(plan) if eqn.has_effect] == effects
 
 
-def convolution(x, kernel, stride):
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(
-        x, kernel, (stride, stride), "SAME", dimension_numbers=numbers
-    )
-
-
-def test_a_large_cotangent_of_a_small_one_is_made_where_it_is_read(key):
-    """Of a shortcut that halves the image, the small one waits."""
-
-    def loss(x, kernels, shortcut):
-        image = jnp.tanh(x)
-        y = jnp.tanh(convolution(image, kernels[0], 2))
-        y = jnp.tanh(convolution(y, kernels[1], 1))
-        return jnp.sum(jnp.sin(y + convolution(image, shortcut, 2)))
-
-    x = jax.random.normal(key, (4, 16, 16, CHANNELS))
-    kernels = jnp.ones((2, 3, 3, CHANNELS, CHANNELS))
-    plan = plan_of(loss, x, kernels, jnp.ones((1, 1, CHANNELS, CHANNELS)))
-    program = plan.program
+def test_a_large_cotangent_of_a_small_one_is_made_where_it_is_read(shortcut):
+    """On GPUs: the small one waits."""
+    program = shortcut.program
+    image_size = 4 * 16 * 16 * CHANNELS
 
     def between(equations):
         """Returns how many products run between the two cotangents of the image."""
         found = products(equations, program)
-        first, second = (n for n, size in enumerate(found) if size == x.size)
+        first, second = (n for n, size in enumerate(found) if size == image_size)
         return second - first - 1
 
     assert between(program.backward) > 0
-    assert between(order_products(plan)) == 0
+    assert between(order_products(shortcut)) > 0
+    assert between(order_products(shortcut, are_apart=True)) == 0
+
+
+def test_what_two_gradients_read_is_unpacked_once(shortcut):
+    """On GPUs: that of the shortcut's kernel waits for the other one."""
+    counts = []
+    for are_apart in (False, True):
+        parts = parts_in(Arrays(), shortcut, 1, are_apart=are_apart)
+        steps = schedule_backward(shortcut, parts)
+        unpacked = [value for step in steps for value in step.unpacked]
+        counts.append(len(unpacked) - len(set(unpacked)))
+    in_loops, apart = counts
+    assert apart < in_loops
 
 
 def test_a_gradient_that_is_read_late_is_made_at_once_if_more_would_wait(key):
@@ -164,4 +190,4 @@ def test_a_gradient_that_is_read_late_is_made_at_once_if_more_would_wait(key):
     program = plan.program
     before = products(program.backward, program)
     assert before[0] == kernel.size != before[1]
-    assert order_products(plan) == program.backward
+    assert order_products(plan, are_apart=True) == program.backward

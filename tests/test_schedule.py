@@ -190,7 +190,9 @@ def test_what_a_product_was_recomputed_from_does_not_wait_beside_it():
 
 def test_without_a_stretch_of_its_own_exponentials_wait(monkeypatch):
     monkeypatch.setattr(_Builder, "_sources_waited", lambda self, now: False)
-    monkeypatch.setattr(schedule, "order_products", lambda plan: plan.program.backward)
+    monkeypatch.setattr(
+        schedule, "order_products", lambda plan, **_: plan.program.backward
+    )
     (value,) = waiting_sources(softmax_plan())
     assert softmax_plan().program.avals[value].shape == (2, 128, 128)
 

@@ -85,10 +85,11 @@ def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
     Returns:
         One step for each equation, and one for the gradients.
     """
-    program = dataclasses.replace(plan.program, backward=order_products(plan))
+    ordered = order_products(plan, are_apart=parts.are_apart)
+    program = dataclasses.replace(plan.program, backward=ordered)
     plan = dataclasses.replace(plan, program=program)
     if parts.are_apart:
-        steps = behind_last_reads(program, _build(plan, begins_early=True))
+        steps = behind_last_reads(program, _build(plan, are_apart=True))
         in_parts = with_lasting_parts(plan, steps, parts)
         if in_parts is not None:
             return in_parts
@@ -98,10 +99,10 @@ def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
 
 
 def _build(
-    plan: ProgramPlan, inside: Container[int] = (), *, begins_early: bool = False
+    plan: ProgramPlan, inside: Container[int] = (), *, are_apart: bool = False
 ) -> tuple[Step, ...]:
     program = plan.program
-    builder = _Builder(plan, inside, begins_early)
+    builder = _Builder(plan, inside, are_apart)
     for now, equation in enumerate(program.backward):
         builder.add(now, equation, equation.input_values)
     builder.add(len(program.backward), None, values_of(program.gradients))
@@ -114,15 +115,17 @@ class _Builder:
     Args:
         plan: What is kept.
         inside: Expensive equations before which no stretch begins.
-        begins_early: Whether a stretch begins before a sum, rather than behind it.
+        are_apart: Whether it is for GPUs. Then a stretch begins before a sum rather
+            than behind it, and none begins at a product that reads what was unpacked
+            for the one before.
     """
 
     def __init__(
-        self, plan: ProgramPlan, inside: Container[int], begins_early: bool
+        self, plan: ProgramPlan, inside: Container[int], are_apart: bool
     ) -> None:
         program = plan.program
         self._inside = inside
-        self._begins_early = begins_early
+        self._are_apart = are_apart
         self._program = program
         self._finishing = finishing_equations(program)
         self._compressed = {k.value for k in plan.kept if k.codec is not None}
@@ -147,7 +150,7 @@ class _Builder:
         residuals = [v for v in inputs if v not in self._made]
         expensive = equation is not None and not is_cheap(equation.primitive)
         begins = self._can_begin(now, equation) and (
-            expensive
+            (expensive and not self._reads_known(residuals))
             or (self._expensive_since_begin and self._next_unpacking(now) == now)
             or self._sources_waited(now)
         )
@@ -183,6 +186,15 @@ class _Builder:
             if expensive:
                 self._made_by_expensive.update(equation.outputs)
         self._expensive_since_begin |= expensive
+
+    def _reads_known(self, residuals: Sequence[int]) -> bool:
+        """Returns whether all that is read was unpacked in this stretch already.
+
+        Something large, that is. Else it would be unpacked again for the next product.
+        """
+        known = self._known.intersection(residuals)
+        is_any_large = self._are_apart and any(map(self._program.is_large, known))
+        return is_any_large and self._given.issuperset(self._missing(residuals))
 
     def _can_begin(self, now: int, equation: Equation | None) -> bool:
         return now not in self._inside and equation not in self._finishing
@@ -258,7 +270,7 @@ class _Builder:
             missing = self._missing(v for v in read if v in self._residuals)
             if not self._compressed.isdisjoint(missing):
                 least = min(nbytes)
-                if self._begins_early:
+                if self._are_apart:
                     few = (n <= _TERMS_OF_SUM * least for n in nbytes)
                     return now + list(few).index(True)
                 far_less = _FAR_LESS * least < nbytes[-1]
