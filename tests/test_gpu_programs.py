@@ -29,6 +29,7 @@ from tests.helpers import slow
 pytestmark = pytest.mark.gpu_programs
 
 HERE = "H200"
+DEVICES = [HERE, "Orin", slow("Thor")]
 
 # Tests that compare with the same program run in one process, which compiles it once.
 _OF_STEPS = pytest.mark.xdist_group("steps")
@@ -60,8 +61,12 @@ def compiled(method, device=HERE, *, layers=16, ties=True, library=True):
         return workload.compile(sharding=one_device(GPUS[device]))
 
 
+def temp_of(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
 def temp_nbytes(*args, **kwargs):
-    return compiled(*args, **kwargs).memory_analysis().temp_size_in_bytes
+    return temp_of(compiled(*args, **kwargs))
 
 
 def custom_calls(program):
@@ -69,7 +74,7 @@ def custom_calls(program):
 
 
 @_OF_STEPS
-@pytest.mark.parametrize("device", [HERE, "Orin", slow("Thor")])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_program_packs_and_unpacks_by_custom_calls(device):
     calls = custom_calls(compiled("compress", device))
     assert calls >= {"dafjax_pack_affine", "dafjax_unpack_affine"}
@@ -106,14 +111,11 @@ def test_what_no_product_reads_is_decoded_in_the_kernels_that_read_it(monkeypatc
     work, of_calls = (work_of(program.as_text()) for program in (fused, called))
     assert work.moved_nbytes < 0.9 * of_calls.moved_nbytes
     assert work.kernels < of_calls.kernels
-    temp, of_calls = (
-        program.memory_analysis().temp_size_in_bytes for program in (fused, called)
-    )
-    assert temp < 1.01 * of_calls
+    assert temp_of(fused) < 1.01 * temp_of(called)
 
 
 @_OF_STEPS
-@pytest.mark.parametrize("device", [HERE, "Orin", slow("Thor")])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_step_needs_less_than_plain_and_checkpoint(device):
     got = temp_nbytes("compress", device)
     assert got < 0.16 * temp_nbytes("save_all", device)
@@ -239,10 +241,7 @@ def test_parts_are_apart_and_take_less_than_in_loops():
     work, of_loops = work_of(apart.as_text()), work_of(in_loops.as_text())
     assert work.kernels < 0.6 * of_loops.kernels
     assert work.moved_nbytes < 0.9 * of_loops.moved_nbytes
-    temp, of_loops = (
-        program.memory_analysis().temp_size_in_bytes for program in (apart, in_loops)
-    )
-    assert temp < 1.1 * of_loops
+    assert temp_of(apart) < 1.1 * temp_of(in_loops)
 
 
 def products_loss(weights, x):
@@ -263,10 +262,7 @@ def test_all_examples_at_once_need_no_more_than_halves():
     work, of_halves = work_of(at_once.as_text()), work_of(halves.as_text())
     assert work.kernels < 0.6 * of_halves.kernels
     assert work.moved_nbytes < 0.9 * of_halves.moved_nbytes
-    temp, of_halves = (
-        program.memory_analysis().temp_size_in_bytes for program in (at_once, halves)
-    )
-    assert temp < 1.01 * of_halves
+    assert temp_of(at_once) < 1.01 * temp_of(halves)
 
 
 @pytest.mark.parametrize(
@@ -287,9 +283,9 @@ def test_all_examples_at_once_need_no_more_than_halves():
 def test_without_one_of_its_orders_more_is_there(
     compile_it, place, name, without, monkeypatch
 ):
-    nbytes = compile_it().memory_analysis().temp_size_in_bytes
+    nbytes = temp_of(compile_it())
     monkeypatch.setattr(place, name, without)
-    assert compile_it().memory_analysis().temp_size_in_bytes > 1.1 * nbytes
+    assert temp_of(compile_it()) > 1.1 * nbytes
 
 
 def test_what_was_decoded_is_not_written_for_a_second_kernel():
@@ -313,7 +309,7 @@ def step_nbytes(device, *, layouts):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(layouts=layouts))
         compiled = compile_on(device, step, params, params, x, donated=(0, 1))
-    return compiled.memory_analysis().temp_size_in_bytes
+    return temp_of(compiled)
 
 
 def test_where_no_layout_is_pinned_weights_are_turned_round_at_the_start():
@@ -420,7 +416,7 @@ def test_zeros_for_gradients_of_lookups_are_made_late(monkeypatch):
         shape = transformers.Shape(bits=2, layers=3, length=128)
         gradient = shape.workload("compress_again", batch=1, scan=False)
         program = gradient.compile(sharding=one_device(GPUS[HERE]))
-        return program.memory_analysis().temp_size_in_bytes
+        return temp_of(program)
 
     late = nbytes()
     jax.clear_caches()
@@ -449,10 +445,7 @@ def test_measured_bits_add_little_to_a_program():
     measured = dafjax.adaptive_jit(jax.grad(loss)).lower(*placed).compile()
     fixed = gradient_of_convolutions()
     assert loops_of(measured) == []
-    temp, of_fixed = (
-        program.memory_analysis().temp_size_in_bytes for program in (measured, fixed)
-    )
-    assert temp < 1.1 * of_fixed
+    assert temp_of(measured) < 1.1 * temp_of(fixed)
     assert "dafjax_ledger_note" in custom_calls(measured)
     kernels, of_fixed = (
         work_of(program.as_text()).kernels for program in (measured, fixed)
@@ -460,11 +453,11 @@ def test_measured_bits_add_little_to_a_program():
     assert kernels < 2.5 * of_fixed
 
 
-@pytest.mark.parametrize("device", [HERE, "Orin", slow("Thor")])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_resnet_needs_a_quarter(device):
     nbytes = {}
     for method in ("save_all", "compress"):
         workload = training.Workload(make_method(method, bits=2), batch=64, width=16)
         program = workload.compile(sharding=one_device(GPUS[device]))
-        nbytes[method] = program.memory_analysis().temp_size_in_bytes
+        nbytes[method] = temp_of(program)
     assert nbytes["compress"] < 0.25 * nbytes["save_all"]

@@ -13,7 +13,7 @@ the first step, and `sum_together` the second of several.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def num_groups(x: Any, num_axes: int) -> tuple[int, ...]:
     wanted = -(-blocks * _COLUMNS_OF_BLOCK // columns)
     if is_large:
         wanted = max(wanted, math.isqrt(rows))
-    wanted = least = min(wanted, rows // _ROWS_OF_GROUP)
+    wanted = in_all = min(wanted, rows // _ROWS_OF_GROUP)
     groups: list[int] = []
     for size in x.shape[: num_axes if is_large else 1]:
         counts = (n for n in range(min(wanted, size), 1, -1) if size % n == 0)
@@ -55,7 +55,8 @@ def num_groups(x: Any, num_axes: int) -> tuple[int, ...]:
         if groups[-1] < size:
             break
         wanted //= size
-    if is_large and 2 * math.prod(groups) < least:
+    if is_large and 2 * math.prod(groups) < in_all:
+        # XLA pads rows, where axes have no such divisors.
         return whole
     return (*groups, *whole[len(groups) :])
 
@@ -148,21 +149,18 @@ def _divided(x: Array, num_axes: int) -> Array:
     return x.reshape(*parts, *x.shape[num_axes:])
 
 
-def _lower_sum_on_cuda(
-    context: mlir.LoweringRuleContext, x: Any, *, num_axes: int
-) -> Sequence[Any]:
-    function = _sum if is_divided(context) else _sum_in_two_steps
-    lower = mlir.lower_fun(function, multiple_results=False)
-    return lower(context, x, num_axes=num_axes)
+def _lowering(
+    function: Callable[..., Array], where_divided: Callable[..., Array]
+) -> Callable[..., Sequence[Any]]:
+    """Returns the rule for CUDA: groups of rows are other rows than a device has."""
 
+    def lower(
+        context: mlir.LoweringRuleContext, x: Any, **params: Any
+    ) -> Sequence[Any]:
+        chosen = where_divided if is_divided(context) else function
+        return mlir.lower_fun(chosen, multiple_results=False)(context, x, **params)
 
-def _lower_groups_on_cuda(
-    context: mlir.LoweringRuleContext, x: Any, *, num_axes: int
-) -> Sequence[Any]:
-    # Groups of rows are other rows than those that a device has.
-    function = _sum_as_one_group if is_divided(context) else _sum_groups
-    lower = mlir.lower_fun(function, multiple_results=False)
-    return lower(context, x, num_axes=num_axes)
+    return lower
 
 
 def _transpose_sum(
@@ -204,7 +202,8 @@ sum_rows_p: Primitive = make_primitive(
     multiple_results=False,
     is_call_on_cpu=False,
 )
-mlir.register_lowering(sum_rows_p, _lower_sum_on_cuda, platform="cuda")
+_lower_sum = _lowering(_sum_in_two_steps, _sum)
+mlir.register_lowering(sum_rows_p, _lower_sum, platform="cuda")
 ad.deflinear2(sum_rows_p, _transpose_sum)
 batching.primitive_batchers[sum_rows_p] = _batch_sum
 
@@ -215,6 +214,7 @@ sum_groups_p: Primitive = make_primitive(
     multiple_results=False,
     is_call_on_cpu=False,
 )
-mlir.register_lowering(sum_groups_p, _lower_groups_on_cuda, platform="cuda")
+_lower_groups = _lowering(_sum_groups, _sum_as_one_group)
+mlir.register_lowering(sum_groups_p, _lower_groups, platform="cuda")
 ad.deflinear2(sum_groups_p, _transpose_groups)
 batching.primitive_batchers[sum_groups_p] = _batch_groups

@@ -1,8 +1,8 @@
 """Sums over the rows of all parts, which end in one kernel for all that are alike.
 
 On GPUs a sum over rows takes two steps, and the second as long as a launch does
-(`_native/_sum_rows.py`). A norm has two sums in its gradient, of two parts each: one
-second step instead of four, and nothing that adds parts.
+(`_native/_sum_rows.py`). A norm has two sums in its gradient, in every part: all have
+one second step, and parts are added there.
 """
 
 import collections

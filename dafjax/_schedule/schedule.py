@@ -90,7 +90,7 @@ def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
     plan = dataclasses.replace(plan, program=program)
     if parts.are_apart:
         steps = behind_last_reads(program, _build(plan, are_apart=True))
-        in_parts = with_lasting_parts(plan, steps, parts)
+        in_parts = with_lasting_parts(plan, steps, parts) if parts.most > 1 else None
         if in_parts is not None:
             return in_parts
         return with_divisions(plan, steps, dataclasses.replace(parts, most=1))

@@ -13,8 +13,8 @@ struct XLA_FFI_CallFrame;
 // The custom calls on NVIDIA GPUs, as handlers.h describes those of the CPU: the same
 // operands, results, attributes and bytes; and pack_affine_and_sum, which has two more
 // results, the sums of each block of columns and of the squares (cuda/kernels.h). They only
-// enqueue kernels, but for time_reductions. Those on memory that XLA has planned can be captured into CUDA graphs;
-// those of page pools and ledgers cannot.
+// enqueue kernels, but for time_reductions. Those on memory that XLA has planned can be
+// captured into CUDA graphs; those of page pools and ledgers cannot.
 extern "C" {
 
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pack_affine(XLA_FFI_CallFrame* call_frame);
