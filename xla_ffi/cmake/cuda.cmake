@@ -63,18 +63,15 @@ message(STATUS "dafjax is built with CUDA ${CMAKE_CUDA_COMPILER_VERSION} for "
 add_library(dafjax_cuda MODULE
   cuda/bitmask.cu cuda/notes.cu cuda/pack_affine.cu cuda/pack_entry.cu cuda/reduce.cu
   cuda/tape.cu cuda/unpack_affine.cu cuda/unpack_entry.cu cuda/update_table.cu
-  ffi/affine_checks.cc ffi/bitmask_checks.cc ffi/checks.cc ffi/cuda_affine.cc
-  ffi/cuda_bitmask.cc ffi/cuda_facts.cc ffi/cuda_ledger.cc ffi/cuda_pool.cc
-  ffi/cuda_reduce.cc ffi/cuda_tape.cc ffi/cuda_tie.cc ffi/pool_checks.cc
-  ffi/reduction_checks.cc ffi/reduction_timing.cc ffi/tape_checks.cc
-  ffi/tied_buffers.cc)
+  ffi/cuda_affine.cc ffi/cuda_bitmask.cc ffi/cuda_facts.cc ffi/cuda_ledger.cc
+  ffi/cuda_pool.cc ffi/cuda_reduce.cc ffi/cuda_tape.cc ffi/cuda_tie.cc)
 # What only the host runs: nvcc compiles it once, not for every architecture.
 add_library(dafjax_cuda_host OBJECT
   cuda/copy.cu cuda/graph.cu
   device_pool/device_pool.cu device_pool/entry_packer.cu device_pool/host_packer.cu
   device_pool/mapped_memory.cu device_pool/note_queue.cu device_pool/told_entries.cu
   ledger/device_notes.cu)
-target_link_libraries(dafjax_cuda PRIVATE dafjax_cuda_host)
+target_link_libraries(dafjax_cuda PRIVATE dafjax_checks dafjax_cuda_host)
 list(GET architectures 0 first_architecture)
 set_target_properties(dafjax_cuda PROPERTIES CUDA_ARCHITECTURES "${architectures}")
 set_target_properties(dafjax_cuda_host PROPERTIES
@@ -102,5 +99,7 @@ foreach(target dafjax_cuda dafjax_cuda_host)
     $<$<COMPILE_LANGUAGE:CUDA>:-ftz=true -fmad=false --expt-relaxed-constexpr
     -Xfatbin=-compress-all ${no_local_memory}>)
 endforeach()
+target_precompile_headers(dafjax_cuda PRIVATE
+  "$<$<COMPILE_LANGUAGE:CXX>:xla/ffi/api/ffi.h>")
 target_link_options(dafjax_cuda PRIVATE -Wl,--exclude-libs,ALL)
 install(TARGETS dafjax_cuda LIBRARY DESTINATION dafjax/_native)
