@@ -1,11 +1,10 @@
 """`remat_compress`: used like `jax.checkpoint`, but residuals wait in a few bits."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import jax
@@ -24,6 +23,7 @@ from dafjax._call import (
     unwritten,
 )
 from dafjax._derivative import with_compressed_residuals
+from dafjax._explained_errors import explained_concretization, explained_forward_mode
 from dafjax._rules import Options
 from dafjax._schedule.ties import Ties
 from dafjax._stand_in import current_stand_in
@@ -197,7 +197,7 @@ def _wrap(
         traced = cache.trace(call.static, structure, leaves, activations)
         operands = (*traced.consts, *leaves)
         if any(isinstance(operand, Tracer) for operand in operands):
-            with _explained_forward_mode(fun):
+            with explained_forward_mode(fun):
                 results = traced.function(seed, *operands)
         else:
             # Nothing is differentiated: the way round the derivative rule is shorter.
@@ -276,7 +276,7 @@ def _trace(
     activations: tuple[int, ...],
 ) -> _Traced:
     flat = _of_leaves(fun, static, structure, leaves)
-    with _explained_concretization():
+    with explained_concretization(_TRACED_FOR):
         closed, consts, out_structure = trace(flat, leaves)
     _warn_of_names_not_found(options, closed)
     function = with_compressed_residuals(
@@ -342,50 +342,6 @@ def _of_leaves(
 
 
 _TRACED_FOR = "remat_compress"
-
-
-@contextlib.contextmanager
-def _explained_concretization() -> Iterator[None]:
-    """Lets errors about traced arguments that Python needs tell what to do."""
-    try:
-        yield
-    except (
-        jax.errors.ConcretizationTypeError,
-        jax.errors.TracerIntegerConversionError,
-    ) as error:
-        # Not of a function inside or outside, and once where wraps are nested.
-        if f" for {_TRACED_FOR}." in str(error):
-            _explain(
-                error,
-                "Name arguments that are not arrays in `static_argnums` or "
-                "`static_argnames` of `dafjax.remat_compress`.",
-            )
-        raise
-
-
-@contextlib.contextmanager
-def _explained_forward_mode(fun: Callable[..., Any]) -> Iterator[None]:
-    """Lets JAX's error about forward mode tell whose it is and what to do.
-
-    Where the derivative is compiled, and of `jax.linearize`, it is raised elsewhere.
-    """
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode autodiff" in str(error):
-            _explain(
-                error,
-                f"`{getattr(fun, '__name__', fun)}` is wrapped in "
-                "`dafjax.remat_compress`, which supports reverse mode only: "
-                "`jax.grad`, `jax.vjp`, `jax.jacrev`. For forward mode use `bits=None` "
-                "or `jax.checkpoint`.",
-            )
-        raise
-
-
-def _explain(error: Exception, advice: str) -> None:
-    if advice not in str(error):
-        error.args = (f"{error}\n\n{advice}",)
 
 
 def _checked_policy(policy: Any) -> AbstractPolicy:

@@ -4,6 +4,7 @@ What a process compiles twice it loads the second time: the tests' time is mostl
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -39,6 +40,9 @@ import pytest
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Of the million objects of a process most stay: to look for garbage among them as often
+# as Python does takes half a minute.
+gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture

@@ -247,15 +247,17 @@ def test_without_outgoing_ties_reductions_are_put_off(monkeypatch):
 
 
 @functools.cache
-def resnet_nbytes(bits=None, **ties):
+def resnet_nbytes(bits=None, whole=False, **ties):
     """Returns the temp bytes of a training step of ResNet-18, half as wide.
 
-    Its arrays are divided as those of the whole ResNet are.
+    Its arrays are divided as those of the whole ResNet are, or all is there as a whole.
     """
     method = save_all.make(2) if bits is None else compress.make(bits)
     workload = Workload(method, batch=32, width=32)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_ties(monkeypatch, **ties)
+        if whole:
+            monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
         least = parts._LEAST_NBYTES_OF_PART // 8
         monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", least)
         return workload.compile().memory_analysis().temp_size_in_bytes
@@ -266,34 +268,21 @@ def test_a_resnet_needs_a_fifth():
     assert resnet_nbytes(bits=2) < 0.3 * resnet_nbytes()
 
 
-def run_whole(monkeypatch):
-    monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
-
-
-def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once(monkeypatch):
+def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once():
     """Where they are unpacked as a whole."""
-    run_whole(monkeypatch)
-    tied, untied = (
-        resnet_nbytes.__wrapped__(bits=2, partial=partial) for partial in (True, False)
-    )
-    assert untied > 1.1 * tied
+    tied = resnet_nbytes(bits=2, whole=True)
+    assert resnet_nbytes(bits=2, whole=True, partial=False) > 1.1 * tied
 
 
 @pytest.mark.slow
-def test_without_ties_of_operands_copies_of_cotangents_wait(monkeypatch):
+def test_without_ties_of_operands_copies_of_cotangents_wait():
     """Where they are there as a whole."""
-    run_whole(monkeypatch)
-    tied, untied = (
-        resnet_nbytes.__wrapped__(bits=2, operands=operands)
-        for operands in (True, False)
-    )
-    assert untied > 1.1 * tied
+    tied = resnet_nbytes(bits=2, whole=True)
+    assert resnet_nbytes(bits=2, whole=True, operands=False) > 1.1 * tied
 
 
-def test_what_runs_in_parts_is_not_there_as_a_whole(monkeypatch):
-    in_parts = resnet_nbytes(bits=2)
-    run_whole(monkeypatch)
-    assert resnet_nbytes.__wrapped__(bits=2) > 1.2 * in_parts
+def test_what_runs_in_parts_is_not_there_as_a_whole():
+    assert resnet_nbytes(bits=2, whole=True) > 1.2 * resnet_nbytes(bits=2)
 
 
 def test_without_ties_in_loops_all_is_copied_for_every_part(monkeypatch):
