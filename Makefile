@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 CUDA_ARCHITECTURES ?= 90-real;80-virtual
 CUDA_SETTINGS := --config-settings='cmake.define.DAFJAX_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)'
 # Python compiles what is imported when it is; for pip to compile all takes half a minute.
-export PIP_NO_COMPILE := 1
+export PIP_COMPILE := 0
 # JAX's CUDA plugin has a folder of its own, so that nothing else finds it.
 GPU_PLUGIN := build/gpu-plugin
 WITH_PLUGIN := JAX_PLATFORMS=cpu PYTHONPATH="$(abspath $(GPU_PLUGIN))"
