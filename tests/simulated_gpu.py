@@ -53,11 +53,14 @@ def _build(target: pathlib.Path) -> None:
     # XLA's header is read once: it takes longer than most sources.
     header = target.with_name("xla_ffi.h")
     header.write_text('#include "xla/ffi/api/ffi.h"\n')
-    _call(*compiler, "-x", "c++-header", header, "-o", f"{header}.gch")
-    _call(*compiler, "-shared", "-include", header, "-x", "c++", *sources, "-o", target)
+    run_compiler(*compiler, "-x", "c++-header", header, "-o", f"{header}.gch")
+    run_compiler(
+        *compiler, "-shared", "-include", header, "-x", "c++", *sources, "-o", target
+    )
 
 
-def _call(*command: str | os.PathLike[str]) -> None:
+def run_compiler(*command: str | os.PathLike[str]) -> None:
+    """Runs a command; what it says is the error if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

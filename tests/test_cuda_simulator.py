@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.helpers import slow
+from tests.simulated_gpu import run_compiler
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -52,7 +53,7 @@ class Build:
     def _compile(self, source, *flags):
         target = self.folder / f"{source.parent.name}_{source.stem}.o"
         if not target.exists():
-            _call(
+            run_compiler(
                 os.environ.get("CXX", "c++"), *FLAGS, *self.more_flags,
                 f"-I{self.sources}", *flags, "-x", "c++", "-c", source, "-o", target,
             )  # fmt: skip
@@ -73,13 +74,10 @@ class Build:
             objects.append(self._compile(self.sources / name, *flags))
         objects.append(self._compile(TESTS / f"{test}.cc", *self.flags))
         target = self.folder / test
-        _call(os.environ.get("CXX", "c++"), *FLAGS, *self.flags, *objects, "-o", target)
+        run_compiler(
+            os.environ.get("CXX", "c++"), *FLAGS, *self.flags, *objects, "-o", target
+        )
         return target
-
-
-def _call(*command):
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def _run(program, *arguments, timeout=3600):
