@@ -9,6 +9,8 @@ CUDA_ARCHITECTURES ?= 90-real;80-virtual
 CUDA_SETTINGS := --config-settings='cmake.define.DAFJAX_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)'
 # Python compiles what is imported when it is; for pip to compile all takes half a minute.
 export PIP_COMPILE := 0
+# For every process to compile JAX anew would take it four seconds.
+export PYTHONDONTWRITEBYTECODE :=
 # JAX's CUDA plugin has a folder of its own, so that nothing else finds it.
 GPU_PLUGIN := build/gpu-plugin
 WITH_PLUGIN := JAX_PLATFORMS=cpu PYTHONPATH="$(abspath $(GPU_PLUGIN))"

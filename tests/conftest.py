@@ -21,6 +21,8 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_force_host_platform_device_count=2"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# NumPy's threads wait in a loop for work that is too little for them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Each process has a folder of its own, below that of the session: so none meets what
 # another is writing, nor what was compiled by other code.
 if "PYTEST_XDIST_WORKER" not in os.environ:
