@@ -14,8 +14,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # JAX's CUDA plugin has a folder of its own, so that nothing else finds it.
 GPU_PLUGIN := build/gpu-plugin
 WITH_PLUGIN := JAX_PLATFORMS=cpu PYTHONPATH="$(abspath $(GPU_PLUGIN))"
-# Of machine code, for tests, which otherwise do without to save time.
-OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
+# Machine code as users have it; tests otherwise do with worse to save time.
+OPTIMIZED := XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true"
 SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt -o -name '*.cu' -o -name '*.cmake')
 
 .PHONY: train test test-optimized test-slow test-parity test-foreign test-cuda test-gpu-programs test-versions test-other-version lint doctor bench bench-gpu-programs bench-machine-code clean

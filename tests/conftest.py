@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 # Before JAX is imported: the number of devices is fixed when its backend starts.
 # XLA orders, fuses and places as ever. That LLVM optimizes nothing saves a quarter of
-# the time; `make test-optimized` has it optimize.
+# the time, and that MLIR writes no fusions a third of the rest; `make test-optimized`
+# has both.
 os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 "
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
     + os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=2"
 )

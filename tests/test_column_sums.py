@@ -85,7 +85,7 @@ class Layer(nn.Module):
 def norms_example():
     module = Layer()
     x = jax.random.normal(jax.random.key(1), (8, 16, 16, 32))
-    variables = module.init(jax.random.key(0), x)
+    variables = jax.jit(module.init)(jax.random.key(0), x)
 
     def loss(params, x):
         y, updates = module.apply(

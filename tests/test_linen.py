@@ -136,7 +136,7 @@ def step(model, variables, x):
 
 def init(model, x):
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    return model.init(keys, x)
+    return jax.jit(model.init)(keys, x)
 
 
 @pytest.fixture

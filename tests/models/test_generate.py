@@ -16,7 +16,7 @@ CONFIG = GPT2Config(2, width=32, num_heads=4, vocabulary=20, context=16)
 
 @pytest.fixture
 def variables(key):
-    variables = GPT2(CONFIG).init(key, jnp.zeros((1, 4), jnp.int32))
+    variables = jax.jit(GPT2(CONFIG).init)(key, jnp.zeros((1, 4), jnp.int32))
     # Logits that differ: those of new weights are nearly equal.
     return jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, variables)
 

@@ -231,7 +231,7 @@ def saved_in_the_last_block(lora_rank, *, width=64, policy=None):
     """What the last block keeps, by place in the model and shape."""
     config = dataclasses.replace(TINY, context=256, lora_rank=lora_rank, width=width)
     tokens = jnp.zeros((4, config.context), jnp.int32)
-    variables = gpt2.GPT2(config).init(jax.random.key(0), tokens)
+    variables = init(config, jax.random.key(0), tokens)
     trained, frozen = lora.split(variables, config.trained)
 
     def loss(trained):

@@ -73,10 +73,10 @@ def test_bfloat16_is_close_and_keeps_weights_and_logits_in_float32(key):
 
     def init_and_apply(config):
         model = resnet.ResNet(config)
-        variables = model.init(key, images, train=True)
-        return variables, model.apply(
-            variables, images, train=True, mutable=["batch_stats"]
-        )
+        init = functools.partial(model.init, train=True)
+        variables = jax.jit(init)(key, images)
+        apply = functools.partial(model.apply, train=True, mutable=["batch_stats"])
+        return variables, jax.jit(apply)(variables, images)
 
     variables, (logits, updated) = init_and_apply(config)
     half_variables, (half_logits, half_updated) = init_and_apply(

@@ -60,7 +60,7 @@ def windows(rng, *, count=5, length=12):
 
 def start(task):
     model = task.make_model(no_wrapping)
-    return model, task.init(model, jax.random.key(0))
+    return model, jax.jit(functools.partial(task.init, model))(jax.random.key(0))
 
 
 @pytest.mark.slow
@@ -204,9 +204,9 @@ def test_classes_and_scores_have_their_losses():
         predictions = task.predict(model, variables, batch)
         np.testing.assert_allclose(predictions["loss"], oracle(logits, labels), 1e-5)
         # In training there is dropout, which the key determines.
+        loss = jax.jit(functools.partial(task.loss, model))
         losses = [
-            float(task.loss(model, variables, jax.random.key(n), batch)[0])
-            for n in (1, 1, 2)
+            float(loss(variables, jax.random.key(n), batch)[0]) for n in (1, 1, 2)
         ]
         assert losses[0] == losses[1] != losses[2]
 
@@ -314,7 +314,7 @@ def test_frozen_weights_are_those_that_were_loaded(few, tmp_path):
     state, frozen = setup.initial_state(run)
     assert set(state.trained) == {"lora", "params"}
     assert set(state.trained["params"]) == {"head"}
-    drawn = run.task.init(run.model, jax.random.key(0))["params"]["tokens"]
+    drawn = start(run.task)[1]["params"]["tokens"]
     loaded = frozen["params"]["tokens"]
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(loaded["embedding"], drawn["embedding"])
