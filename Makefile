@@ -16,9 +16,11 @@ GPU_PLUGIN := build/gpu-plugin
 WITH_PLUGIN := JAX_PLATFORMS=cpu PYTHONPATH="$(abspath $(GPU_PLUGIN))"
 # Machine code as users have it; tests otherwise do with worse to save time.
 OPTIMIZED := XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true"
+TEST_GPU_PROGRAMS := $(WITH_PLUGIN) $(OPTIMIZED) $(RUN) -m pytest --numprocesses 2 \
+  --dist loadgroup tests/test_gpu_programs.py
 SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt -o -name '*.cu' -o -name '*.cmake')
 
-.PHONY: train test test-optimized test-slow test-parity test-foreign test-cuda test-gpu-programs test-versions test-other-version lint doctor bench bench-gpu-programs bench-machine-code clean
+.PHONY: train test test-optimized test-slow test-parity test-foreign test-cuda test-gpu-programs test-all-gpu-programs test-versions test-other-version lint doctor bench bench-gpu-programs bench-machine-code clean
 
 # ResNet-18 on handwritten digits: plain, jax.checkpoint, dafjax at 2 bits.
 train: $(VENV)/installed
@@ -48,19 +50,20 @@ test-foreign: $(VENV)/installed
 	PATH="$(abspath $(VENV)/bin):$$PATH" bash tests/cpp/foreign.sh
 
 # CUDA kernels through the simulator, in full and under sanitizers; planted bugs; and the
-# machine code of a wheel; that the benchmark of CUB compiles; and programs for Thor.
-test-cuda: $(VENV)/installed $(GPU_PLUGIN)/installed
+# machine code of a wheel; that the benchmark of CUB compiles.
+test-cuda: $(VENV)/installed
 	nvcc -std=c++17 -arch=sm_80 -cubin -o /dev/null benchmarks/on_gpu/cub.cu
 	PATH="$(abspath $(VENV)/bin):$$PATH" sh tests/cpp/sass.sh
 	$(RUN) -m pytest --numprocesses 2 -m "slow or not slow" tests/test_cuda_simulator.py \
 	  tests/test_cuda_handlers.py tests/test_cuda_status.py
-	$(WITH_PLUGIN) $(OPTIMIZED) $(RUN) -m pytest --numprocesses 2 --dist loadgroup \
-	  -m "gpu_programs and slow" tests/test_gpu_programs.py
 
 # Programs for GPUs, compiled by XLA:GPU without a GPU.
 test-gpu-programs: $(GPU_PLUGIN)/installed
-	$(WITH_PLUGIN) $(OPTIMIZED) $(RUN) -m pytest --numprocesses 2 --dist loadgroup \
-	  -m "gpu_programs and not slow" tests/test_gpu_programs.py
+	$(TEST_GPU_PROGRAMS) -m "gpu_programs and not slow"
+
+# Those for Thor too, and more of what is done for GPUs, each with it and without.
+test-all-gpu-programs: $(GPU_PLUGIN)/installed
+	$(TEST_GPU_PROGRAMS) -m gpu_programs
 
 # The suite on every supported version of JAX.
 test-versions:

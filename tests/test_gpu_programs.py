@@ -346,7 +346,7 @@ def usual_work(device=HERE, **options):
 
 
 @_OF_TRANSFORMERS
-@pytest.mark.parametrize("device", ["H200", "Orin"])
+@pytest.mark.parametrize("device", ["H200", slow("Orin")])
 def test_cotangents_are_made_in_the_order_in_which_products_read_them(
     device, monkeypatch
 ):
@@ -360,6 +360,7 @@ def test_cotangents_are_made_in_the_order_in_which_products_read_them(
     assert ordered.kernels < turned.kernels
 
 
+@pytest.mark.slow
 @_OF_TRANSFORMERS
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_weight_that_is_converted_waits_in_the_kernel_that_converts_it(monkeypatch):
@@ -374,6 +375,7 @@ def test_a_weight_that_is_converted_waits_in_the_kernel_that_converts_it(monkeyp
     assert less_moved >= 2 * 4 * num_elements
 
 
+@pytest.mark.slow
 @_OF_TRANSFORMERS
 def test_a_weight_that_products_read_turned_waits_in_no_array_of_its_own(monkeypatch):
     """Of a tied table what waits is padded where it is read, and not copied before."""
@@ -385,6 +387,7 @@ def test_a_weight_that_products_read_turned_waits_in_no_array_of_its_own(monkeyp
     assert less_moved >= 2 * table_nbytes
 
 
+@pytest.mark.slow
 @_OF_TRANSFORMERS
 @pytest.mark.usefixtures("standard_promotion")
 def test_products_make_gradients_of_weights_in_the_dtype_of_the_weights(monkeypatch):
@@ -409,6 +412,7 @@ def test_tables_are_not_copied_for_lookups(monkeypatch):
     assert looked_up.moved_nbytes <= copied.moved_nbytes - 2 * 4 * 5000 * 256
 
 
+@pytest.mark.slow
 def test_zeros_for_gradients_of_lookups_are_made_late(monkeypatch):
     """Where the function is run again: else a table of them waits from the start."""
 
@@ -425,6 +429,7 @@ def test_zeros_for_gradients_of_lookups_are_made_late(monkeypatch):
     assert late < nbytes() - 0.9 * table_nbytes
 
 
+@pytest.mark.slow
 def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):
     early = work_of_transformer(HERE, layers=3)
     monkeypatch.setattr(early_sums, "adds_operands", lambda primitive: False)

@@ -268,6 +268,7 @@ def test_a_resnet_needs_a_fifth():
     assert resnet_nbytes(bits=2) < 0.3 * resnet_nbytes()
 
 
+@pytest.mark.slow
 def test_without_ties_of_partial_results_all_sources_are_unpacked_at_once():
     """Where they are unpacked as a whole."""
     tied = resnet_nbytes(bits=2, whole=True)
@@ -326,6 +327,7 @@ def test_a_mask_keeps_nothing_but_the_result_waiting(monkeypatch):
     assert resnet_nbytes.__wrapped__(bits=2) > 1.02 * of_results
 
 
+@pytest.mark.slow
 def test_what_goes_through_ties_is_not_computed_in_place(monkeypatch):
     """Cotangents that products gave are only waited for; here, where all has parts."""
     monkeypatch.setattr(parts, "_LEAST_SHARE", 0)
