@@ -1,6 +1,7 @@
 """One primitive operation of a traced function."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -51,7 +52,7 @@ class Equation:
     def __post_init__(self) -> None:
         assert len(self.jaxpr.eqns) == 1
 
-    @property
+    @functools.cached_property
     def primitive(self) -> str:
         """The primitive's name, for example `"conv_general_dilated"`.
 
@@ -102,12 +103,12 @@ class Equation:
         is_pure = not eqn.effects and eqn.primitive.name not in _IMPURE
         return key if is_pure else None
 
-    @property
+    @functools.cached_property
     def input_values(self) -> tuple[int, ...]:
         """The inputs that are values, not constants."""
         return values_of(self.inputs)
 
-    @property
+    @functools.cached_property
     def whole_input_values(self) -> tuple[int, ...]:
         """Those of which all is read: not the table of a lookup, but its indices."""
         inputs = self.inputs[1:] if looks_up(self.primitive) else self.inputs
