@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 GPU_PLUGIN := build/gpu-plugin
 WITH_PLUGIN := JAX_PLATFORMS=cpu PYTHONPATH="$(abspath $(GPU_PLUGIN))"
 # Machine code as users have it; tests otherwise do with worse to save time.
-OPTIMIZED := XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true"
+OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 TEST_GPU_PROGRAMS := $(WITH_PLUGIN) $(OPTIMIZED) $(RUN) -m pytest --numprocesses 2 \
   --dist loadgroup tests/test_gpu_programs.py
 SOURCES := pyproject.toml $(shell find xla_ffi -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt -o -name '*.cu' -o -name '*.cmake')
