@@ -14,16 +14,15 @@ from collections.abc import Iterator
 
 
 # Before JAX is imported: the number of devices is fixed when its backend starts.
-flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=2"]
-if "xla_backend_optimization_level" not in flags[0]:
+os.environ.setdefault("XLA_FLAGS", "")
+if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     # XLA orders, fuses and places as ever. That LLVM optimizes nothing saves a quarter
     # of the time, and that MLIR writes no fusions, as it always does since jaxlib 0.11,
     # a third of the rest; `make test-optimized` has both.
-    flags.append("--xla_backend_optimization_level=0")
-    _, minor, *_ = importlib.metadata.version("jaxlib").split(".")
-    if int(minor) < 11:
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join(flags)
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    if int(importlib.metadata.version("jaxlib").split(".")[1]) < 11:
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # NumPy's threads wait in a loop for work that is too little for them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
