@@ -12,6 +12,8 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 
+from packaging.version import Version
+
 
 # Before JAX is imported: the number of devices is fixed when its backend starts.
 os.environ.setdefault("XLA_FLAGS", "")
@@ -20,7 +22,7 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     # of the time, and that MLIR writes no fusions, as it always does since jaxlib 0.11,
     # a third of the rest; `make test-optimized` has both.
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
-    if int(importlib.metadata.version("jaxlib").split(".")[1]) < 11:
+    if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
