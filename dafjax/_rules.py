@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -17,13 +17,14 @@ from dafjax._plan.planner import plan_arguments
 from dafjax._plan.recorder import current_recorder
 from dafjax._schedule.backward_pass import run_backward
 from dafjax._schedule.forward_pass import run_forward
-from dafjax._schedule.parts import usual_parts
+from dafjax._schedule.parts import usual_parts, usual_parts_apart
 from dafjax._schedule.restored_arguments import restore_arguments
 from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Step
-from dafjax._schedule.stored import can_be_apart, parts_in
+from dafjax._schedule.stored import can_be_apart, codecs_in, parts_apart, parts_in
 from dafjax._schedule.ties import Ties
 from dafjax._trace.residuals import Program, vjp_of_perturbed
+from dafjax.codecs import AbstractCodec
 from dafjax.policies import AbstractPolicy
 from dafjax.stores import AbstractStore
 
@@ -93,8 +94,9 @@ class ScheduledRule(Rule):
     def __init__(self, plan: ProgramPlan, options: Options) -> None:
         self.perturbed = plan.program.perturbed
         schedule = _schedule(plan, options)
-        self._forward = _ForwardPass(plan, schedule, options)
-        self._backward = _make_backward_pass(plan, schedule, options)
+        codecs = codecs_in(options.store, plan, schedule)
+        self._forward = _ForwardPass(plan, codecs, options)
+        self._backward = _make_backward_pass(plan, codecs, schedule, options)
 
     def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
         return self._forward(seed, arguments)
@@ -125,15 +127,19 @@ class RerunRule(Rule):
         )
         # Nobody reads the results of the second run.
         without_results = dataclasses.replace(plan.program, results=())
-        self._forward = _ForwardPass(of_arguments, (), options)
+        codecs = codecs_in(options.store, of_arguments)
+        self._forward = _ForwardPass(of_arguments, codecs, options)
         self._restore = functools.partial(
             restore_arguments, of_arguments, store=options.store, ties=options.ties
         )
         schedule = _schedule(plan, options)
+        codecs = codecs_in(options.store, plan, schedule)
         self._forward_again = _ForwardPass(
-            dataclasses.replace(plan, program=without_results), schedule, options
+            dataclasses.replace(plan, program=without_results), codecs, options
         )
-        self._backward = _make_backward_pass(plan, schedule, options, runs_again=True)
+        self._backward = _make_backward_pass(
+            plan, codecs, schedule, options, runs_again=True
+        )
         self._ties = options.ties
         moving = itertools.compress(itertools.count(), program.perturbed)
         self._are_whole = [number not in plan.slices for number in moving]
@@ -167,11 +173,14 @@ class _ForwardPass:
     """A forward pass as scheduled; compiled once when called eagerly."""
 
     def __init__(
-        self, plan: ProgramPlan, schedule: Sequence[Step], options: Options
+        self,
+        plan: ProgramPlan,
+        codecs: Mapping[int, AbstractCodec],
+        options: Options,
     ) -> None:
         self._plan = plan
         self._run = functools.partial(
-            run_forward, plan, schedule, store=options.store, ties=options.ties
+            run_forward, plan, codecs, store=options.store, ties=options.ties
         )
         self._compiled = jax.jit(self._run, inline=True)
 
@@ -204,19 +213,15 @@ class _ForwardPass:
         return jax.jit(run)
 
 
-def _schedule(
-    plan: ProgramPlan, options: Options, *, are_apart: bool = False
-) -> tuple[Step, ...]:
-    """Returns the steps of the backward pass; where they are apart, those of GPUs."""
-    most = options.max_parts
-    if most is None:
-        most = usual_parts(are_apart=are_apart)
-    parts = parts_in(options.store, plan, most, are_apart=are_apart)
-    return schedule_backward(plan, parts)
+def _schedule(plan: ProgramPlan, options: Options) -> tuple[Step, ...]:
+    """Returns the steps of the backward pass, in loops over parts where it can be."""
+    most = options.max_parts or usual_parts()
+    return schedule_backward(plan, parts_in(options.store, plan, most))
 
 
 def _make_backward_pass(
     plan: ProgramPlan,
+    codecs: Mapping[int, AbstractCodec],
     schedule: Sequence[Step],
     options: Options,
     *,
@@ -227,11 +232,14 @@ def _make_backward_pass(
     On what it runs is known when it is lowered, so that all of it is traced for GPUs,
     too, where there may be any.
     """
-    run = functools.partial(run_backward, plan, store=options.store, ties=options.ties)
+    run = functools.partial(
+        run_backward, plan, codecs, store=options.store, ties=options.ties
+    )
     anywhere = functools.partial(run, schedule, fills_late=True)
-    if not (installed_plugins() and can_be_apart(options.store, plan, schedule)):
+    if not (installed_plugins() and can_be_apart(plan)):
         return jax.jit(anywhere, inline=True)
-    steps = _schedule(plan, options, are_apart=True)
+    most = options.max_parts or usual_parts_apart(codecs.values())
+    steps = schedule_backward(plan, parts_apart(plan, codecs, most))
     # Where it is not run again, XLA:GPU would put off what is added: 72 MB, not 53, of
     # a GPT-2 in bfloat16 on an H200.
     on_gpus = functools.partial(run, steps, is_apart=True, fills_late=runs_again)

@@ -17,12 +17,12 @@ from dafjax._schedule.apart import run_apart
 from dafjax._schedule.rows import Rows
 from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Unpacking
-from dafjax._schedule.stored import can_be_apart, parts_in
+from dafjax._schedule.stored import codecs_in, parts_apart
 from dafjax._schedule.values import Values
 from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine
 from dafjax.policies import CompressDots, CompressExpensive, CompressNames
-from dafjax.stores import Arrays
+from dafjax.stores import Arrays, _pooled_affine
 from tests import networks
 from tests.helpers import relative_error, scheduled
 
@@ -337,11 +337,28 @@ class TestWhereItRuns:
         # Which one it is, is not asked when it runs.
         assert "conditional" not in on_cpu.compile().as_text()
 
-    def test_page_pools_have_the_parts_that_are_stored(self, key, as_on_gpu):
+    @pytest.mark.parametrize(("max_parts", "num_parts"), [(None, 4), (2, 2)])
+    def test_what_is_in_a_page_pool_is_read_in_four_parts(
+        self, max_parts, num_parts, key, as_on_gpu, monkeypatch
+    ):
+        """Of what was stored for eight, or for two."""
+        monkeypatch.setattr(_pooled_affine, "_NUM_ELEMENTS_OF_PAGE", 1)
         params, x = example(key)
         with dafjax.stores.PagePool() as pool:
-            gradient(networks.conv_loss, params, x, store=pool)
-        assert as_on_gpu == []
+            options = {"store": pool, "max_parts": max_parts}
+            got = gradient(networks.conv_loss, params, x, **options)
+            # An execution of a pool is over when the next one begins.
+            jax.block_until_ready(got)
+            assert set(as_on_gpu) == {num_parts}
+            expected = at_once(monkeypatch, networks.conv_loss, params, x, **options)
+            assert_close(got, expected)
+
+    def test_what_a_page_pool_has_not_divided_is_read_as_a_whole(self, key, as_on_gpu):
+        """For these residuals have less than a page."""
+        with dafjax.stores.PagePool() as pool:
+            got = gradient(networks.conv_loss, *example(key), store=pool)
+            jax.block_until_ready(got)
+        assert set(as_on_gpu) == {1}
 
     def test_where_types_say_how_devices_share_arrays_it_does_not(self, key, as_on_gpu):
         mesh = jax.make_mesh((2,), ("data",))
@@ -486,15 +503,16 @@ def plan_of_convolutions(key):
 
 
 def divisions_apart(plan, most=2):
-    found = schedule_backward(plan, parts_in(Arrays(), plan, most, are_apart=True))
+    codecs = codecs_in(Arrays(), plan)
+    found = schedule_backward(plan, parts_apart(plan, codecs, most))
     return [step.division for step in found if step.division is not None]
 
 
 class TestDivisions:
     @pytest.mark.parametrize("most", [1, 2, 8])
-    def test_there_are_two_parts_at_most(self, most, key):
+    def test_there_are_four_parts_at_most(self, most, key):
         found = divisions_apart(plan_of_convolutions(key), most)
-        assert {d.num_parts for d in found} == {min(most, 2)}
+        assert {d.num_parts for d in found} == {min(most, 4)}
         assert all(d.is_apart for d in found)
 
     def test_small_parts_are_not_worth_their_kernels(self, key, monkeypatch):
@@ -538,11 +556,11 @@ class TestDivisions:
         assert not any(d.is_apart for d in found if d is not None)
 
 
-def test_a_schedule_of_a_plan_with_arrays_can_be_apart(key):
+def test_where_calls_unpack_there_are_more_parts(key):
     plan = plan_of_convolutions(key)
-    assert can_be_apart(Arrays(), plan, scheduled(plan))
+    assert parts.usual_parts_apart(codecs_in(Arrays(), plan).values()) == 1
     with dafjax.stores.PagePool() as pool:
-        assert not can_be_apart(pool, plan, scheduled(plan))
+        assert parts.usual_parts_apart(codecs_in(pool, plan).values()) == 4
 
 
 def test_the_last_token_is_read_by_a_gradient_that_has_elements():

@@ -151,7 +151,7 @@ def test_what_nobody_reads_is_held_on_to():
 
 
 def residual_loss(params, x):
-    """A loss of blocks, whose backward pass is in loops if residuals are pooled."""
+    """A loss of blocks of a residual stream."""
     for weight, bias in params:
         x = x + jax.nn.gelu(x @ weight + bias)
     return jnp.mean(x**2)
@@ -164,8 +164,9 @@ def residual_blocks():
 
 
 @pytest.mark.parametrize("bits", [2, dafjax.AverageBits(2)], ids=repr)
-def test_page_pools_are_in_loops(bits):
+def test_page_pools_in_loops(bits, monkeypatch):
     """XLA:GPU computes which part an iteration reads; no barrier may be in its way."""
+    monkeypatch.setattr(_rules, "installed_plugins", tuple)
     with PagePool() as pool:
         loss = dafjax.remat_compress(residual_loss, bits=bits, store=pool)
         program = compile_on("H200", jax.grad(loss), *residual_blocks())
@@ -212,10 +213,10 @@ def compile_on(device, function, *arguments, donated=()):
 
 
 @functools.cache
-def gradient_of_convolutions(*, loops=False, **options):
-    """Compiles a gradient whose largest residuals have 16 MiB."""
+def gradient_of_convolutions(*, loops=False, num_images=64, **options):
+    """Compiles a gradient; an image has 256 KiB of each of the largest residuals."""
     params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 3, 64))
-    x = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((num_images, 32, 32, 64), jnp.float32)
     loss = dafjax.remat_compress(networks.conv_loss, **options)
     with pytest.MonkeyPatch.context() as monkeypatch:
         if loops:
@@ -237,6 +238,19 @@ def test_loops_over_parts_run_without_waiting_for_the_host():
 def test_parts_are_apart_and_take_less_than_in_loops():
     apart = gradient_of_convolutions(max_parts=2)
     in_loops = gradient_of_convolutions(loops=True)
+    assert loops_of(apart) == []
+    work, of_loops = work_of(apart.as_text()), work_of(in_loops.as_text())
+    assert work.kernels < 0.6 * of_loops.kernels
+    assert work.moved_nbytes < 0.9 * of_loops.moved_nbytes
+    assert temp_of(apart) < 1.1 * temp_of(in_loops)
+
+
+def test_what_is_in_a_page_pool_is_in_parts_that_are_apart():
+    """Calls unpack it: in four parts it takes the memory of a loop over eight."""
+    with PagePool() as pool, PagePool() as other:
+        apart = gradient_of_convolutions(num_images=128, store=pool)
+        in_loops = gradient_of_convolutions(num_images=128, store=other, loops=True)
+    assert custom_calls(apart) >= {"dafjax_pool_put", "dafjax_pool_get"}
     assert loops_of(apart) == []
     work, of_loops = work_of(apart.as_text()), work_of(in_loops.as_text())
     assert work.kernels < 0.6 * of_loops.kernels

@@ -8,7 +8,7 @@ from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
 from dafjax._schedule.product_order import order_products
 from dafjax._schedule.schedule import schedule_backward
-from dafjax._schedule.stored import parts_in
+from dafjax._schedule.stored import codecs_in, parts_apart, parts_in
 from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
@@ -168,8 +168,8 @@ def test_a_large_cotangent_of_a_small_one_is_made_where_it_is_read(shortcut):
 def test_what_two_gradients_read_is_unpacked_once(shortcut):
     """On GPUs: that of the shortcut's kernel waits for the other one."""
     counts = []
-    for are_apart in (False, True):
-        parts = parts_in(Arrays(), shortcut, 1, are_apart=are_apart)
+    codecs = codecs_in(Arrays(), shortcut)
+    for parts in (parts_in(Arrays(), shortcut, 1), parts_apart(shortcut, codecs, 1)):
         steps = schedule_backward(shortcut, parts)
         unpacked = [value for step in steps for value in step.unpacked]
         counts.append(len(unpacked) - len(set(unpacked)))

@@ -22,18 +22,20 @@ from dafjax._schedule.moments import RowMeans
 from dafjax._schedule.not_before import can_be_tied, fill_not_before, not_before
 from dafjax._schedule.probe import Probe
 from dafjax._schedule.steps import Division, Loop, Step, Unpacking, written
-from dafjax._schedule.stored import MeasuredHandle, codecs_in
+from dafjax._schedule.stored import MeasuredHandle
 from dafjax._schedule.stretches import stretches_of
 from dafjax._schedule.ties import Ties
 from dafjax._schedule.values import Values
 from dafjax._trace.equation import Equation, evaluate, look_up
 from dafjax._trace.residuals import Program
 from dafjax._typing import ArrayTree
+from dafjax.codecs import AbstractCodec
 from dafjax.stores import AbstractStore
 
 
 def run_backward(
     plan: ProgramPlan,
+    codecs: Mapping[int, AbstractCodec],
     schedule: Sequence[Step],
     arguments: Mapping[int, jax.Array],
     stored: Sequence[ArrayTree],
@@ -48,6 +50,7 @@ def run_backward(
 
     Args:
         plan: What was kept.
+        codecs: What each value is packed with, as it was for `run_forward`.
         schedule: What `schedule_backward` made of the plan.
         arguments: The arguments that `plan.arguments` names.
         stored: What `run_forward` returned for `plan.kept`.
@@ -64,7 +67,7 @@ def run_backward(
     """
     backward = _RunningBackward(
         plan,
-        schedule,
+        codecs,
         arguments,
         stored,
         cotangents,
@@ -85,7 +88,7 @@ class _RunningBackward:
     def __init__(
         self,
         plan: ProgramPlan,
-        schedule: Sequence[Step],
+        codecs: Mapping[int, AbstractCodec],
         arguments: Mapping[int, jax.Array],
         stored: Sequence[ArrayTree],
         cotangents: Sequence[jax.Array],
@@ -107,7 +110,7 @@ class _RunningBackward:
         self._waiting = waiting
         # What is taken from the store and through a tie, to be unpacked in parts.
         self._taken: dict[int, ArrayTree] = {}
-        self._codecs = codecs_in(store, plan, schedule)
+        self._codecs = codecs
         self._is_apart = is_apart
         self._filled_late = filled_late
         # What has to be in memory in the stretch that runs.

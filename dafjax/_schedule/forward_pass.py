@@ -13,8 +13,7 @@ from dafjax._schedule.column_sums import find_column_sums
 from dafjax._schedule.early_sums import Stage, with_early_sums
 from dafjax._schedule.not_before import can_be_tied, not_before
 from dafjax._schedule.schedule import last_uses
-from dafjax._schedule.steps import Step
-from dafjax._schedule.stored import MeasuredHandle, codecs_in
+from dafjax._schedule.stored import MeasuredHandle
 from dafjax._schedule.ties import Ties
 from dafjax._trace.equation import Atom, Equation, evaluate, look_up, values_of
 from dafjax._trace.graph import live_equations
@@ -27,7 +26,7 @@ from dafjax.stores import AbstractStore
 
 def run_forward(
     plan: ProgramPlan,
-    schedule: Sequence[Step],
+    codecs: Mapping[int, AbstractCodec],
     arguments: Sequence[jax.Array],
     *,
     store: AbstractStore,
@@ -39,8 +38,7 @@ def run_forward(
 
     Args:
         plan: What is kept.
-        schedule: What `schedule_backward` made of the plan; nothing if the backward
-            pass starts with all that is kept.
+        codecs: What `codecs_in` returned: what each value is packed with.
         arguments: The function's arguments.
         store: Where packed values wait.
         ties: Which ties are made.
@@ -52,7 +50,6 @@ def run_forward(
         else its handle, or `MeasuredHandle`.
     """
     token = jnp.zeros((), jnp.uint8) if after is None else after
-    codecs = codecs_in(store, plan, schedule)
     forward = _RunningForward(plan, codecs, arguments, store, ties, seed, token)
     for value in range(plan.program.num_arguments):
         forward.keep(value, -1)

@@ -19,15 +19,19 @@ from dafjax.codecs import AbstractCodec
 _LEAST_NBYTES_OF_PART = 1 << 20
 _LEAST_NBYTES_APART = 8 << 20
 
-# Two are enough for what one makes to take the place of what another one read.
-_MOST_APART = 2
+# Each is launches: more of them would take longer than they spare memory.
+_MOST_APART = 4
 
 # Where kernels unpack what they read, the backward pass has as many large arrays at a
 # time as the forward pass, mostly three. So parts on GPUs are launches, and save next
 # to nothing: of 17 programs for an H200 two parts changed the memory of two by 0.5 % or
 # more: 60 instead of 72 MB, where XLA's heap came out worse, and 88 instead of 76.
+# Where calls of their own unpack what others read, as from a page pool, four parts do:
+# a ResNet-18 of 256 images takes 213 MB, at once 277, in two parts 245; in a loop over
+# eight, 210 MB and 1643 kernels instead of 695.
 _USUAL_IN_LOOPS = 8
 _USUAL_APART = 1
+_USUAL_APART_OF_CALLS = 4
 
 # A stretch of the backward pass takes some five times its largest residual as a whole,
 # and some three times in parts. So where that residual is less than this share of the
@@ -94,24 +98,29 @@ class Parts:
         )
 
 
-def usual_parts(*, are_apart: bool) -> int:
-    """Returns in how many parts a backward pass runs at most, if nobody says.
+def usual_parts() -> int:
+    """Returns in how many parts a backward pass loops at most, if nobody says."""
+    return _USUAL_IN_LOOPS
+
+
+def usual_parts_apart(codecs: Iterable[AbstractCodec]) -> int:
+    """Returns in how many parts that stay apart it runs at most, if nobody says.
 
     Args:
-        are_apart: As in `Parts`.
+        codecs: How residuals are unpacked.
     """
-    return _USUAL_APART if are_apart else _USUAL_IN_LOOPS
+    in_kernels = all(codec.decodes_fused for codec in codecs)
+    return _USUAL_APART if in_kernels else _USUAL_APART_OF_CALLS
 
 
-def most_parts(like: Like, most: int, *, are_apart: bool = False) -> int:
+def most_parts(like: Like, most: int) -> int:
     """Returns into how many parts it is worth dividing an array, 1 if it has none.
 
     Args:
         like: Its shape and dtype.
-        most: The most parts.
-        are_apart: As in `Parts`.
+        most: The most parts, of a loop.
     """
-    return next(_counts(like, most, are_apart=are_apart), 1)
+    return next(_counts(like, most, are_apart=False), 1)
 
 
 def are_shared_by_type(avals: Iterable[Any]) -> bool:

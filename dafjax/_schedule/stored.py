@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -59,16 +59,13 @@ def codecs_in(
     }
 
 
-def parts_in(
-    store: AbstractStore, plan: ProgramPlan, most: int, *, are_apart: bool = False
-) -> Parts:
-    """Returns in which parts a plan's values can be unpacked.
+def parts_in(store: AbstractStore, plan: ProgramPlan, most: int) -> Parts:
+    """Returns in which parts a plan's values can be unpacked in loops.
 
     Args:
-        store: Where they wait.
+        store: Where they are to wait: it packs for the parts that they are read in.
         plan: The plan.
         most: The most parts.
-        are_apart: As in `Parts`.
     """
     if are_shared_by_type(plan.program.avals):
         most = 1
@@ -76,31 +73,33 @@ def parts_in(
     codecs = {
         value: codec
         if value in plan.brief
-        else store.codec(
-            codec, site=site, num_parts=most_parts(like, most, are_apart=are_apart)
-        )
+        else store.codec(codec, site=site, num_parts=most_parts(like, most))
         for value, site, codec, like in packed
     }
-    return Parts(codecs, most, {value: like for value, *_, like in packed}, are_apart)
+    return Parts(codecs, most, {value: like for value, *_, like in packed})
 
 
-def can_be_apart(
-    store: AbstractStore, plan: ProgramPlan, schedule: Sequence[Step]
-) -> bool:
-    """Returns whether the backward pass may run with parts that stay apart.
-
-    Not where the store packs for the parts that a schedule has; where devices share
-    arrays by their types; and where more is done than computed.
+def parts_apart(
+    plan: ProgramPlan, codecs: Mapping[int, AbstractCodec], most: int
+) -> Parts:
+    """Returns in which parts that stay apart a plan's values can be unpacked.
 
     Args:
-        store: Where a plan's values wait.
         plan: The plan.
-        schedule: The steps of the backward pass in loops.
+        codecs: What `codecs_in` returned: what they are packed with.
+        most: The most parts.
     """
-    return (
-        codecs_in(store, plan, schedule) == codecs_in(store, plan)
-        and not are_shared_by_type(plan.program.avals)
-        and not any(eqn.has_effect for eqn in plan.program.backward)
+    likes = {value: like for value, *_, like in _packed(plan)}
+    return Parts(codecs, most, likes, are_apart=True)
+
+
+def can_be_apart(plan: ProgramPlan) -> bool:
+    """Returns whether the backward pass may run with parts that stay apart.
+
+    Not where devices share arrays by their types; and where more is done than computed.
+    """
+    return not are_shared_by_type(plan.program.avals) and not any(
+        eqn.has_effect for eqn in plan.program.backward
     )
 
 
