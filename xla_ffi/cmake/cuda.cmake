@@ -69,8 +69,8 @@ add_library(dafjax_cuda MODULE
 add_library(dafjax_cuda_host OBJECT
   cuda/copy.cu cuda/graph.cu
   device_pool/device_pool.cu device_pool/entry_packer.cu device_pool/host_packer.cu
-  device_pool/mapped_memory.cu device_pool/note_queue.cu device_pool/told_entries.cu
-  ledger/device_notes.cu)
+  device_pool/mapped_memory.cu device_pool/note_queue.cu device_pool/page_lists.cu
+  device_pool/told_entries.cu ledger/device_notes.cu)
 target_link_libraries(dafjax_cuda PRIVATE dafjax_checks dafjax_cuda_host)
 list(GET architectures 0 first_architecture)
 set_target_properties(dafjax_cuda PROPERTIES CUDA_ARCHITECTURES "${architectures}")

@@ -12,24 +12,14 @@ namespace dafjax {
 // Pages of 64 KiB, as of pool/tables.h.
 inline constexpr int kLog2EntryPageNbytes = 16;
 inline constexpr int64_t kEntryPageNbytes = int64_t{1} << kLog2EntryPageNbytes;
-inline constexpr int kLog2PageAddresses = kLog2EntryPageNbytes - 3;
-inline constexpr int64_t kPageAddresses = int64_t{1} << kLog2PageAddresses;
-inline constexpr int kMaxListPages = 8;
 
-// Where an entry of a page pool is, as the device sees it.
-//
-// The metadata begin with the list: addresses of the entry's pages, those of the metadata
-// first, then plane after plane. It is filled up to a multiple of 64 bytes. Scales, then
-// minima, follow. So the list needs no memory of its own, and is reused with the entry.
+// Where an entry of a page pool is, as the device sees it. Its pages are the host's, and
+// each time that one is read takes a microsecond or two; what leads there is the device's.
 struct EntryPages {
-  DAFJAX_DEVICE uint8_t* Page(int64_t index) const {
-    return reinterpret_cast<uint8_t* const*>(
-        list[index >> kLog2PageAddresses])[index & (kPageAddresses - 1)];
-  }
-
+  // Of the metadata: scales, then minima.
   DAFJAX_DEVICE uint16_t* Parameter(int64_t index) const {
-    const int64_t place = list_nbytes + 2 * index;
-    return reinterpret_cast<uint16_t*>(Page(place >> kLog2EntryPageNbytes) +
+    const int64_t place = 2 * index;
+    return reinterpret_cast<uint16_t*>(list[place >> kLog2EntryPageNbytes] +
                                        (place & (kEntryPageNbytes - 1)));
   }
 
@@ -38,26 +28,19 @@ struct EntryPages {
   DAFJAX_DEVICE uint16_t* Tile(int plane, int64_t tile) const {
     constexpr int kNbytes = kTileLanes * 2 * kWidth;
     constexpr int64_t kPageTiles = kEntryPageNbytes / kNbytes;
-    return reinterpret_cast<uint16_t*>(Page(first_pages[plane] + tile / kPageTiles) +
+    return reinterpret_cast<uint16_t*>(list[first_pages[plane] + tile / kPageTiles] +
                                        tile % kPageTiles * kNbytes);
   }
 
-  int64_t list_nbytes;
+  // Addresses of the pages, those of the metadata first, then plane after plane.
+  uint8_t** list;
   int64_t num_blocks;  // of all rows
   // Of each plane, the place on the list.
   int32_t first_pages[kMaxPlanes];
-  // Pages of the metadata that the list is in.
-  uint8_t* list[kMaxListPages];
 };
 
-// The most pages that an entry can have.
-inline constexpr int64_t kMaxEntryPages = kMaxListPages * kPageAddresses;
-
-constexpr int64_t ListNbytes(int64_t num_pages) { return CeilDiv(8 * num_pages, 64) * 64; }
-
-// As CodesInArrays, for an entry. `Pages` is EntryPages where it is an argument of the
-// kernel, and a reference where it is in memory: a copy would take local memory.
-template <typename Word, typename Pages>
+// As CodesInArrays, for an entry.
+template <typename Word>
 struct CodesInPages {
   DAFJAX_DEVICE Word* Scale(int64_t block) const { return pages.Parameter(block); }
   DAFJAX_DEVICE Word* Minimum(int64_t block) const {
@@ -78,7 +61,7 @@ struct CodesInPages {
 
   static constexpr bool aligned = true;
   bool has_planes;
-  Pages pages;
+  EntryPages pages;
 };
 
 // As CodesInPages, but codes go as bytes to where the CPU takes them from.

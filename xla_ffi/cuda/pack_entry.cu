@@ -24,7 +24,7 @@ Failure PackInto(const AffineShape& shape, const Pack<Codes>& pack) {
 Failure PackEntryOnDevice(Stream stream, const AffineShape& shape, bool stochastic,
                           const uint32_t* seed, const void* x, bool has_planes,
                           const EntryPages& pages) {
-  const Pack<CodesInPages<uint16_t, EntryPages>> pack = {
+  const Pack<CodesInPages<uint16_t>> pack = {
       stream, {stochastic, seed}, InputOf(shape, x), {has_planes, pages}};
   return PackInto(shape, pack);
 }

@@ -77,9 +77,8 @@ UnpackEntryKernel(const UnpackEntryJob job) {
     }
     return;
   }
-  const CodesInPages<const uint16_t, const EntryPages&> codes = {entry->bits_kept > 0,
-                                                                 entry->pages};
   const int bits_kept = entry->bits_kept;
+  const CodesInPages<const uint16_t> codes = {bits_kept > 0, entry->pages};
   const float step = static_cast<float>(1 << (entry->bits_put - bits_kept));
   const BitsLeft left = {step, (step - 1.0f) * 0.5f};
   UnpackPart<kColumns>(job.unpack, codes, [&](const auto&... part) {

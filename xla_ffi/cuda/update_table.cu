@@ -25,9 +25,7 @@ DAFJAX_KERNEL(kUpdateThreads) UpdateTableKernel(const TableUpdate update) {
   }
   __syncthreads();
   for (int i = thread; i < update.num_pages; i += kUpdateThreads) {
-    const int64_t place = int64_t{update.first_page} + i;
-    uint8_t* const list = update.entry.pages.list[place >> kLog2PageAddresses];
-    reinterpret_cast<uint8_t**>(list)[place & (kPageAddresses - 1)] = update.pages[i];
+    update.entry.pages.list[update.first_page + i] = update.pages[i];
   }
   if (update.handle == nullptr || thread >= 4) return;
   update.handle[thread] = update.entry.handle.words[thread];

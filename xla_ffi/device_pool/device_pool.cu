@@ -10,6 +10,7 @@
 #include "cuda/device.h"
 #include "cuda/entry_table.h"
 #include "cuda/pool_kernels.h"
+#include "device_pool/device_blocks.h"
 #include "device_pool/entry_packer.h"
 #include "device_pool/mapped_memory.h"
 #include "device_pool/note_queue.h"
@@ -94,7 +95,7 @@ class CudaDevicePool final : public DevicePool {
   Status TakeFaults();
   Status CheckDevice() const;
 
-  Status Write(const DevicePut& put, int64_t list_nbytes, const pool::PutView& view,
+  Status Write(const DevicePut& put, const pool::PutView& view,
                const pool::Handle& handle);
   Failure TellChanges(Stream stream);
   Failure NoteRanges(const DevicePut& put, const DeviceEntry& entry);
@@ -107,7 +108,9 @@ class CudaDevicePool final : public DevicePool {
   std::mutex mutex_;
   StreamOrder order_;
   MappedMemory memory_;
-  PinnedBlocks blocks_;
+  // What the host and the device both see.
+  PinnedBlocks pinned_;
+  DeviceBlocks blocks_;
   ToldEntries entries_{&blocks_, &memory_};
   LoadFaults* faults_ = nullptr;
   LoadFaults* faults_on_device_ = nullptr;
@@ -157,12 +160,12 @@ Failure CudaDevicePool::Allocate() {
           WhatFailed(cudaEventCreateWithFlags(&unmap_, cudaEventDisableTiming))) {
     return failure;
   }
-  if (const Failure failure = blocks_.Allocate(1, &faults_, &faults_on_device_)) {
+  if (const Failure failure = pinned_.Allocate(1, &faults_, &faults_on_device_)) {
     return failure;
   }
   NoteBoard* board = nullptr;
   NoteBoard* board_on_device = nullptr;
-  if (const Failure failure = blocks_.Allocate(1, &board, &board_on_device)) {
+  if (const Failure failure = pinned_.Allocate(1, &board, &board_on_device)) {
     return failure;
   }
   notes_.Start(board, board_on_device);
@@ -187,23 +190,14 @@ Status CudaDevicePool::Put(const DevicePut& put) {
   Status status = Enter(put.stream);
   if (!status.ok()) return status;
   if (const Failure failure = packer_.Choose(put)) return StatusOf(failure);
-  const int64_t list_nbytes = ToldEntries::ListNbytesOf(put.shape, put.max_bits);
-  if (list_nbytes > kMaxListPages * pool::kPageNbytes) {
-    return {Code::kInvalidArgument,
-            "an array of " + Text(put.shape.num_rows * put.shape.row_elements) +
-                " elements is more than one residual of a page pool on a GPU can have: "
-                "that is " + Text(kMaxEntryPages) +
-                " pages of 64 KiB. Keep it in `dafjax.stores.Arrays()`."};
-  }
   const int64_t num_tiles = put.shape.num_rows * put.shape.NumTiles();
   const pool::PutRequest request = {num_tiles, put.max_bits,
-                                    list_nbytes + put.shape.ParametersNbytes(),
-                                    put.bits};
+                                    put.shape.ParametersNbytes(), put.bits};
   pool::PutView view;
   pool::Handle handle;
   status = pool_->Put(put.execution, put.site, request, &view, &handle);
   if (status.ok()) {
-    status = Write(put, list_nbytes, view, handle);
+    status = Write(put, view, handle);
   } else {
     // Others may have lost planes, or be gone, before it was certain.
     static_cast<void>(TellChanges(put.stream));
@@ -213,16 +207,16 @@ Status CudaDevicePool::Put(const DevicePut& put) {
 }
 
 // Enqueues what has changed, the entry and its codes.
-Status CudaDevicePool::Write(const DevicePut& put, int64_t list_nbytes,
-                         const pool::PutView& view, const pool::Handle& handle) {
+Status CudaDevicePool::Write(const DevicePut& put, const pool::PutView& view,
+                             const pool::Handle& handle) {
   pool::Writing writing(pool_, handle);
   AffineShape shape = put.shape;
   shape.bits = view.bits;
   DeviceEntry entry = {};
   Failure failure = TellChanges(put.stream);
   if (failure == nullptr) {
-    failure = entries_.Tell(put.stream, put.shape, list_nbytes, view, handle, put.handle,
-                            &entry);
+    failure =
+        entries_.Tell(put.stream, put.shape, view, handle, put.handle, &entry);
   }
   if (failure == nullptr) failure = packer_.Pack(put, shape, view, entry);
   if (failure == nullptr && pool_->measures()) failure = NoteRanges(put, entry);

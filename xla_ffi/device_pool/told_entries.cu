@@ -7,7 +7,6 @@
 #include "cuda/entry_table.h"
 #include "cuda/pool_kernels.h"
 #include "format/affine.h"
-#include "format/packed.h"
 #include "pool/attachment.h"
 #include "pool/handle.h"
 #include "pool/pool.h"
@@ -18,40 +17,24 @@ namespace dafjax {
 static_assert(pool::kLog2PageNbytes == kLog2EntryPageNbytes);
 static_assert(pool::Change::kGone == EntryChange::kGone);
 
-int64_t ToldEntries::ListNbytesOf(const AffineShape& shape, int max_bits) {
-  const int64_t num_tiles = shape.num_rows * shape.NumTiles();
-  const int bits = max_bits >= 8 ? 8 : max_bits >= 4 ? 4 : max_bits >= 2 ? 2 : 1;
-  int64_t of_planes = 0;
-  for (int i = 0; i < PlanesOf(bits).count; ++i) {
-    const int64_t nbytes = num_tiles * pool::TileNbytes(PlanesOf(bits).widths[i]);
-    of_planes += CeilDiv(nbytes, pool::kPageNbytes);
-  }
-  // The list takes pages, which are on the list.
-  int64_t of_metadata = 0;
-  while (true) {
-    const int64_t nbytes =
-        ListNbytes(of_planes + of_metadata) + shape.ParametersNbytes();
-    const int64_t needed = CeilDiv(nbytes, pool::kPageNbytes);
-    if (needed <= of_metadata) return ListNbytes(of_planes + of_metadata);
-    of_metadata = needed;
-  }
-}
-
-Failure ToldEntries::Tell(Stream stream, const AffineShape& shape, int64_t list_nbytes,
+Failure ToldEntries::Tell(Stream stream, const AffineShape& shape,
                           const pool::PutView& view, const pool::Handle& handle,
                           uint32_t* handle_on_device, DeviceEntry* entry) {
-  if (const Failure failure = Grow(handle.slot)) return failure;
+  if (const Failure failure = Grow(stream, handle.slot)) return failure;
   *entry = {};
   entry->handle = {{handle.slot, handle.generation, handle.pool_id, handle.check}};
   entry->bits_put = view.bits;
   entry->bits_kept = view.num_planes == 0 ? 0 : view.bits;
   entry->num_tiles = shape.num_rows * shape.NumTiles();
   EntryPages& pages = entry->pages;
-  pages.list_nbytes = list_nbytes;
   pages.num_blocks = shape.num_rows * shape.NumBlocks();
-  const int64_t list_pages = CeilDiv(list_nbytes, pool::kPageNbytes);
-  for (int64_t i = 0; i < list_pages; ++i) {
-    pages.list[i] = memory_->OnDevice(view.metadata.pages[i]);
+  int64_t num_pages = view.metadata.num_pages;
+  for (int i = 0; i < view.num_planes; ++i) {
+    pages.first_pages[i] = static_cast<int32_t>(num_pages);
+    num_pages += view.planes[i].num_pages;
+  }
+  if (const Failure failure = lists_.Of(handle.slot, num_pages, &pages.list)) {
+    return failure;
   }
 
   TableUpdate update = {};
@@ -71,11 +54,8 @@ Failure ToldEntries::Tell(Stream stream, const AffineShape& shape, int64_t list_
     }
   };
   add(view.metadata.pages, view.metadata.num_pages);
-  int64_t place = view.metadata.num_pages;
   for (int i = 0; i < view.num_planes; ++i) {
-    pages.first_pages[i] = static_cast<int32_t>(place);
     add(view.planes[i].pages, view.planes[i].num_pages);
-    place += view.planes[i].num_pages;
   }
   update.handle = handle_on_device;
   if (failure == nullptr) tell();
@@ -94,17 +74,19 @@ Failure ToldEntries::TellChanges(Stream stream, const pool::Change* changes,
 }
 
 // Makes sure that the table has the slot.
-Failure ToldEntries::Grow(uint32_t slot) {
+Failure ToldEntries::Grow(Stream stream, uint32_t slot) {
   for (int chunk = 0; slot >= table_.num_slots; ++chunk) {
     if (chunk == EntryTable::kMaxChunks) return "the page pool has too many entries.";
     if (table_.chunks[chunk] != nullptr) continue;
     DeviceEntry* entries = nullptr;
-    DeviceEntry* on_device = nullptr;
-    if (const Failure failure = blocks_->Allocate(size_t{EntryTable::SlotsOf(chunk)},
-                                                  &entries, &on_device)) {
-      return failure;
+    const size_t count = EntryTable::SlotsOf(chunk);
+    Failure failure = blocks_->Allocate(count, &entries);
+    if (failure == nullptr) {
+      failure = ClearOnDevice(stream, entries,
+                              static_cast<int64_t>(count * sizeof(DeviceEntry)));
     }
-    table_.chunks[chunk] = on_device;
+    if (failure != nullptr) return failure;
+    table_.chunks[chunk] = entries;
     table_.num_slots += EntryTable::SlotsOf(chunk);
   }
   return nullptr;

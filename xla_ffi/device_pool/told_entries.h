@@ -6,8 +6,9 @@
 #include "cuda/entry_table.h"
 #include "cuda/kernels.h"
 #include "cuda/pool_kernels.h"
+#include "device_pool/device_blocks.h"
 #include "device_pool/mapped_memory.h"
-#include "device_pool/pinned_blocks.h"
+#include "device_pool/page_lists.h"
 #include "format/affine.h"
 #include "pool/attachment.h"
 #include "pool/handle.h"
@@ -15,22 +16,19 @@
 
 namespace dafjax {
 
-// The table of entries that the device reads, and what is enqueued to change it.
+// The table of entries that the device reads, in its memory, and what is enqueued to
+// change it.
 class ToldEntries {
  public:
   // Both must outlive this: what the table is in, and what pages are in.
-  ToldEntries(PinnedBlocks* blocks, const MappedMemory* memory)
-      : blocks_(blocks), memory_(memory) {}
-
-  // Of the list of the pages of an entry, for the most bits that it may be given.
-  static int64_t ListNbytesOf(const AffineShape& shape, int max_bits);
+  ToldEntries(DeviceBlocks* blocks, const MappedMemory* memory)
+      : blocks_(blocks), memory_(memory), lists_(blocks) {}
 
   // Enqueues the list of the pages of a new entry, and then the entry, whose handle is
-  // written to `handle_on_device`. `list_nbytes` are those of ListNbytesOf; the list is
-  // where the metadata of `view` begin.
-  Failure Tell(Stream stream, const AffineShape& shape, int64_t list_nbytes,
-               const pool::PutView& view, const pool::Handle& handle,
-               uint32_t* handle_on_device, DeviceEntry* entry);
+  // written to `handle_on_device`.
+  Failure Tell(Stream stream, const AffineShape& shape, const pool::PutView& view,
+               const pool::Handle& handle, uint32_t* handle_on_device,
+               DeviceEntry* entry);
 
   // Enqueues up to TableUpdate::kMaxChanges changes.
   Failure TellChanges(Stream stream, const pool::Change* changes, int count);
@@ -38,10 +36,11 @@ class ToldEntries {
   const EntryTable& table() const { return table_; }
 
  private:
-  Failure Grow(uint32_t slot);
+  Failure Grow(Stream stream, uint32_t slot);
 
-  PinnedBlocks* const blocks_;
+  DeviceBlocks* const blocks_;
   const MappedMemory* const memory_;
+  PageLists lists_;
   EntryTable table_ = {};
 };
 

@@ -384,6 +384,12 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start,
   return cudaSuccess;
 }
 
+cudaError_t cudaMalloc(void** data, size_t nbytes) {
+  return cudaHostAlloc(data, nbytes, 0);
+}
+
+cudaError_t cudaFree(void* data) { return cudaFreeHost(data); }
+
 cudaError_t cudaHostAlloc(void** data, size_t nbytes, unsigned) {
   DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
   Runtime& runtime = TheRuntime();

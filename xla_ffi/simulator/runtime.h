@@ -107,6 +107,10 @@ cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
 
+// The device's memory. What is in it at first is anything.
+cudaError_t cudaMalloc(void** data, size_t nbytes);
+cudaError_t cudaFree(void* data);
+
 // Host memory that the device sees, at the same addresses.
 cudaError_t cudaHostAlloc(void** data, size_t nbytes, unsigned flags);
 cudaError_t cudaFreeHost(void* data);
