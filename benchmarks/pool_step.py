@@ -59,8 +59,11 @@ STORES: dict[str, Callable[..., AbstractStore]] = {
     # Frees what the backward pass is done with.
     "pool, backward once": lambda name: PagePool(name=name, backward_once=True),
 }
-# Of the relative error to what the step with arrays gives.
-_TOLERANCE = {_ARRAYS: 0.0, _POOL: 1e-5, _LASTING: 1e-5, _MEASURING: 1e-5}
+# Of the relative error to what the step with arrays gives. On a GPU products of float32
+# are rounded to TF32, parts of them otherwise: 0.024 was seen. Codes with other noise
+# are off by more than 0.3.
+_TOLERANCE = 1e-5
+_TOLERANCE_ON_GPUS = 0.1
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -168,7 +171,7 @@ def measure(step: Step, rounds: int, options: Options) -> Record:
             compiled[_MEASURING], run[_MEASURING] = _make_measuring(step, measuring)
             contenders = {
                 name: Contender(
-                    run=take_step, checks={"equal": Check(_TOLERANCE[name])}
+                    run=take_step, checks={"equal": Check(_tolerance(name))}
                 )
                 for name, take_step in run.items()
             }
@@ -203,6 +206,12 @@ def measure(step: Step, rounds: int, options: Options) -> Record:
             for name in STORES
         },
     }
+
+
+def _tolerance(name: str) -> float:
+    if name == _ARRAYS:
+        return 0.0
+    return _TOLERANCE_ON_GPUS if jax.default_backend() == "gpu" else _TOLERANCE
 
 
 def _make_measuring(
