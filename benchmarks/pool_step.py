@@ -61,7 +61,7 @@ STORES: dict[str, Callable[..., AbstractStore]] = {
 }
 # Of the relative error to what the step with arrays gives. On a GPU products of float32
 # are rounded to TF32, parts of them otherwise: 0.024 was seen. Codes with other noise
-# are off by more than 0.3.
+# are off by 0.2 and more.
 _TOLERANCE = 1e-5
 _TOLERANCE_ON_GPUS = 0.1
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

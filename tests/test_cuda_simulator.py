@@ -147,6 +147,7 @@ BUGS = {
     "global_overrun": {"address"},
     "update_that_is_not_atomic": {"thread"},
     "missing_fence": {"thread"},
+    "host_reads_memory_of_the_device": {"none", "address", "thread"},
     "shuffle_taken_for_a_barrier": {"thread"},
 }
 

@@ -37,6 +37,24 @@ void ExpectFailure(const char* failure, const char* part) {
   }
 }
 
+DAFJAX_KERNEL(1) CountKernel(uint32_t* count) { ++*count; }
+
+// What is the device's is there for kernels and copies, and not for the host.
+void TestDeviceMemory(bool by_host) {
+  void* data = nullptr;
+  CHECK(cudaMalloc(&data, 8) == cudaSuccess);
+  uint32_t* const count = static_cast<uint32_t*>(data);
+  CHECK(cudaMemsetAsync(count, 0, 8, nullptr) == cudaSuccess);
+  ExpectLaunched(DAFJAX_LAUNCH(CountKernel, 1, 1, nullptr, count));
+  uint32_t found = 0;
+  CHECK(cudaMemcpyAsync(&found, count, 4, cudaMemcpyDeviceToHost, nullptr) ==
+        cudaSuccess);
+  CHECK(found == 1);
+  if (by_host) CHECK(*count == 1);
+  CHECK(cudaFree(data) == cudaSuccess);
+  CHECK(cudaFree(&found) != cudaSuccess);
+}
+
 // Every thread gives its number to the one before it, through shared memory.
 template <bool kWithBarrier>
 DAFJAX_KERNEL(kThreads)
@@ -352,6 +370,7 @@ constexpr Bug kBugs[] = {
     {"global_overrun", [] { TestFill(false); }},
     {"shared_overrun", [] { TestShared(1); }},
     {"shared_underrun", [] { TestShared(-1); }},
+    {"host_reads_memory_of_the_device", [] { TestDeviceMemory(true); }},
     {"shuffle_taken_for_a_barrier", [] { TestWarpOrder(false); }},
 };
 
@@ -366,6 +385,7 @@ int Main(int argc, char** argv) {
     return 2;
   }
   TestIntrinsics();
+  TestDeviceMemory(false);
   TestIndices();
   TestWarps();
   TestOrders();

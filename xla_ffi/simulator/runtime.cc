@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "simulator/device_memory.h"
+
 namespace {
 
 // Does something; returns null, or what went wrong.
@@ -132,6 +134,7 @@ const char* Launch(cudaStream_t stream, Index grid, Index block,
                    std::function<void()> kernel) {
   if (in_host_function) return "simulator: a host function launches a kernel.";
   return Enqueue(stream, [grid, block, kernel = std::move(kernel)] {
+    const DeviceAtWork at_work;
     return Run(grid, block, kernel);
   });
 }
@@ -139,6 +142,7 @@ const char* Launch(cudaStream_t stream, Index grid, Index block,
 }  // namespace dafjax::simulator
 
 using dafjax::simulator::CurrentDevice;
+using dafjax::simulator::DeviceAtWork;
 using dafjax::simulator::DoUpTo;
 using dafjax::simulator::Enqueue;
 using dafjax::simulator::in_host_function;
@@ -153,6 +157,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t nbytes, cudaMemcp
                             cudaStream_t stream) {
   DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
   Enqueue(stream, [=]() -> const char* {
+    const DeviceAtWork at_work;
     std::memcpy(to, from, nbytes);
     return nullptr;
   });
@@ -162,6 +167,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t nbytes, cudaMemcp
 cudaError_t cudaMemsetAsync(void* to, int value, size_t nbytes, cudaStream_t stream) {
   DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
   Enqueue(stream, [=]() -> const char* {
+    const DeviceAtWork at_work;
     std::memset(to, value, nbytes);
     return nullptr;
   });
@@ -385,10 +391,15 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start,
 }
 
 cudaError_t cudaMalloc(void** data, size_t nbytes) {
-  return cudaHostAlloc(data, nbytes, 0);
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  *data = dafjax::simulator::AllocateOnDevice(nbytes);
+  return *data == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 
-cudaError_t cudaFree(void* data) { return cudaFreeHost(data); }
+cudaError_t cudaFree(void* data) {
+  DAFJAX_REFUSE_IN_HOST_FUNCTIONS();
+  return dafjax::simulator::FreeOnDevice(data) ? cudaSuccess : cudaErrorInvalidValue;
+}
 
 cudaError_t cudaHostAlloc(void** data, size_t nbytes, unsigned) {
   DAFJAX_REFUSE_IN_HOST_FUNCTIONS();

@@ -107,7 +107,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
 
-// The device's memory. What is in it at first is anything.
+// The device's memory: the host crashes that touches it (device_memory.h).
 cudaError_t cudaMalloc(void** data, size_t nbytes);
 cudaError_t cudaFree(void* data);
 
