@@ -34,8 +34,8 @@ class PagePool(AbstractStore):
     find its residuals gone, and says so: `StaleHandle`.
 
     Residuals in affine codes of 1, 2, 4 or 8 bits wait in the pool, as one entry each,
-    or one for each of the parts in which the backward pass reads them. They have the
-    bits of their codec, unless others are set (`set_bits`) or allocated (`target`):
+    or one for each of the parts in which a backward pass on CPUs reads them. They have
+    the bits of their codec, unless others are set (`set_bits`) or allocated (`target`):
     then 8 at most. All others (bit masks, the places of maxima, what is kept as it is,
     codes of 3 bits, and what `lasting_only` leaves out) are ordinary arrays of the
     program, as in `Arrays()`; `sites` names those that are in the pool. Programs that
