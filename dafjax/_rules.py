@@ -216,7 +216,8 @@ class _ForwardPass:
 def _schedule(plan: ProgramPlan, options: Options) -> tuple[Step, ...]:
     """Returns the steps of the backward pass, in loops over parts where it can be."""
     most = options.max_parts or usual_parts()
-    return schedule_backward(plan, parts_in(options.store, plan, most))
+    parts = parts_in(options.store, plan, most, serves_gpus=bool(installed_plugins()))
+    return schedule_backward(plan, parts)
 
 
 def _make_backward_pass(
@@ -238,7 +239,10 @@ def _make_backward_pass(
     anywhere = functools.partial(run, schedule, fills_late=True)
     if not (installed_plugins() and can_be_apart(plan)):
         return jax.jit(anywhere, inline=True)
-    most = options.max_parts or usual_parts_apart(codecs.values())
+    most = options.max_parts or usual_parts_apart(
+        codecs.values(),
+        is_measured=any(map(options.store.measured_code, codecs.values())),
+    )
     steps = schedule_backward(plan, parts_apart(plan, codecs, most))
     # Where it is not run again, XLA:GPU would put off what is added: 72 MB, not 53, of
     # a GPT-2 in bfloat16 on an H200.

@@ -337,13 +337,19 @@ class TestWhereItRuns:
         # Which one it is, is not asked when it runs.
         assert "conditional" not in on_cpu.compile().as_text()
 
-    @pytest.mark.parametrize(("max_parts", "num_parts"), [(None, 4), (2, 2)])
+    @pytest.mark.parametrize(
+        ("num_images", "max_parts", "num_parts"),
+        [(32, None, 4), (40, None, 4), (32, 2, 2)],
+    )
     def test_what_is_in_a_page_pool_is_read_in_four_parts(
-        self, max_parts, num_parts, key, as_on_gpu, monkeypatch
+        self, num_images, max_parts, num_parts, key, as_on_gpu, monkeypatch
     ):
-        """Of what was stored for eight, or for two."""
+        """Of what was stored for eight, for four, though five would do, or for two."""
         monkeypatch.setattr(_pooled_affine, "_NUM_ELEMENTS_OF_PAGE", 1)
-        params, x = example(key)
+        # Of arrays that GPUs may share there would be one part.
+        monkeypatch.setattr(parts, "_gpus_may_share", lambda: True)
+        params, _ = example(key)
+        x = jax.random.normal(key, (num_images, 8, 8, 32))
         with dafjax.stores.PagePool() as pool:
             options = {"store": pool, "max_parts": max_parts}
             got = gradient(networks.conv_loss, params, x, **options)
@@ -401,7 +407,7 @@ class TestMeasuredBits:
 
         A batch's importances from samples differ by a standard deviation of 2 %.
         """
-        monkeypatch.setattr(parts, "_USUAL_APART", most)
+        monkeypatch.setattr(parts, "_USUAL_APART_MEASURED", most)
         monkeypatch.setattr(moments, "_NUM_ELEMENTS", samples)
         params, x = example(key)
         xs = jax.random.normal(jax.random.fold_in(key, 1), (num_batches, *x.shape))
@@ -556,11 +562,25 @@ class TestDivisions:
         assert not any(d.is_apart for d in found if d is not None)
 
 
-def test_where_calls_unpack_there_are_more_parts(key):
+def test_where_calls_unpack_or_values_are_sampled_there_are_more_parts(key):
     plan = plan_of_convolutions(key)
-    assert parts.usual_parts_apart(codecs_in(Arrays(), plan).values()) == 1
+    codecs = codecs_in(Arrays(), plan).values()
+    assert parts.usual_parts_apart(codecs) == 1
+    assert parts.usual_parts_apart(codecs, is_measured=True) == 2
     with dafjax.stores.PagePool() as pool:
         assert parts.usual_parts_apart(codecs_in(pool, plan).values()) == 4
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_parts", "for_both"), [(256, 8, 8), (200, 5, 4), (500, 5, 2)]
+)
+def test_what_is_stored_for_cpus_can_be_read_in_parts_of_gpus(
+    num_rows, num_parts, for_both
+):
+    """Each of the two devices of these tests has some rows of each part."""
+    like = jax.ShapeDtypeStruct((num_rows, 64), jnp.float32)
+    assert parts.most_parts(like, 8) == num_parts
+    assert parts.most_parts(like, 8, serves_gpus=True) == for_both
 
 
 def test_the_last_token_is_read_by_a_gradient_that_has_elements():

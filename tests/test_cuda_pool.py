@@ -248,12 +248,10 @@ def test_training_gives_the_numbers_of_arrays(library):
     simulated_gpu.run_tests(library, "tests/test_pool_training.py", "-k", some)
 
 
-# On a GPU errors come later, and `backward_once` is refused. Metadata begin with a list
-# of pages there: those of parts are just over half a page, and three pages hold three.
+# On a GPU errors come later, and `backward_once` is refused.
 OTHERWISE_ON_A_GPU = (
     "is_gone_is_a_clear_error", "are_freed_when_their_backward", "second_backward_pass",
     "micro_batches_needs_the_memory", "did_not_make", "another_size", "other_platforms",
-    "gives_means[2]",
 )  # fmt: skip
 
 

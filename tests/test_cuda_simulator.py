@@ -208,8 +208,11 @@ BUGS_OF_POOLS = {
         """UnpackEntryOnDevice(stream, shape, [this] {
     const EntryTable table = entries_.table();
     if (table.chunks[0] == nullptr) return table;
-    auto* now = new DeviceEntry[256];
-    std::memcpy(now, table.chunks[0], 256 * sizeof(DeviceEntry));
+    DeviceEntry* now = nullptr;
+    const size_t nbytes = 256 * sizeof(DeviceEntry);
+    static_cast<void>(cudaMalloc(reinterpret_cast<void**>(&now), nbytes));
+    static_cast<void>(cudaMemcpyAsync(now, table.chunks[0], nbytes,
+                                      cudaMemcpyDeviceToDevice, nullptr));
     return EntryTable{256, {now}};
   }(), handle, y,""",
     ),

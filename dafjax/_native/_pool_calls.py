@@ -108,7 +108,8 @@ def pool_get(
         dtype: Its dtype.
         block_size: As it was put with.
         columns: As it was put with.
-        reads: How often a backward pass gets the entry; 0 if that is unknown.
+        reads: How often a backward pass gets the entry; 0 if that is unknown. Not read
+            on GPUs.
 
     Returns:
         An array `[*batch, m, n]` of `dtype`.

@@ -2,7 +2,7 @@
 
 In a loop XLA:GPU launches each kernel anew for each part, and copies what a product
 reads out of the whole, and what it makes into it. So on GPUs the parts, if there are
-any and two at most, run one after another in the program, and what goes on stays in
+any and four at most, run one after another in the program, and what goes on stays in
 parts, for the stretches that follow.
 
 Where there is but one part it is the levels that count: the sums over rows come first,

@@ -28,10 +28,12 @@ _MOST_APART = 4
 # more: 60 instead of 72 MB, where XLA's heap came out worse, and 88 instead of 76.
 # Where calls of their own unpack what others read, as from a page pool, four parts do:
 # a ResNet-18 of 256 images takes 213 MB, at once 277, in two parts 245; in a loop over
-# eight, 210 MB and 1643 kernels instead of 695.
+# eight, 210 MB and 1643 kernels instead of 695. And where values are sampled they wait
+# for that: 289 MB at once, 238 in two parts, 235 in four.
 _USUAL_IN_LOOPS = 8
 _USUAL_APART = 1
 _USUAL_APART_OF_CALLS = 4
+_USUAL_APART_MEASURED = 2
 
 # A stretch of the backward pass takes some five times its largest residual as a whole,
 # and some three times in parts. So where that residual is less than this share of the
@@ -51,12 +53,14 @@ class Parts:
         likes: Shape and dtype of each residual.
         are_apart: Whether they run one after another in the program, and what they make
             stays in parts (`apart.py`). Else they run in a loop.
+        serves_gpus: Whether what is stored for a loop may be read in parts apart, too.
     """
 
     codecs: Mapping[int, AbstractCodec]
     most: int
     likes: Mapping[int, Like]
     are_apart: bool = False
+    serves_gpus: bool = False
 
     def rows(self, values: Collection[int], there: Iterable[Rows]) -> Rows:
         """Returns into which parts some residuals are divided, one if they are not.
@@ -79,11 +83,26 @@ class Parts:
             is_interleaved = not self.are_apart and all(
                 self.codecs[v].packs_rows(self.likes[v]) for v in values
             )
-            for count in _counts(largest, self.most, are_apart=self.are_apart):
+            for count in self._counts(largest):
                 rows = Rows(count, is_interleaved)
                 if self._can_be_divided(values, rows):
                     return rows
         return Rows(1, is_interleaved=False)
+
+    def _counts(self, like: Like) -> Iterator[int]:
+        """Yields into how many parts an array may be divided, the best first."""
+        if not self.are_apart:
+            serves_gpus = self.serves_gpus and self._calls_unpack
+            return _counts(like, self.most, serves_gpus=serves_gpus)
+        # Where GPUs share rows, each part's sums would go round all of them. What is in
+        # a page pool they do not share.
+        if _gpus_may_share() and not self._calls_unpack:
+            return iter(())
+        return _counts(like, min(self.most, _MOST_APART), least=_LEAST_NBYTES_APART)
+
+    @functools.cached_property
+    def _calls_unpack(self) -> bool:
+        return not all(codec.decodes_fused for codec in self.codecs.values())
 
     @functools.cached_property
     def _largest_nbytes(self) -> int:
@@ -103,24 +122,29 @@ def usual_parts() -> int:
     return _USUAL_IN_LOOPS
 
 
-def usual_parts_apart(codecs: Iterable[AbstractCodec]) -> int:
+def usual_parts_apart(
+    codecs: Iterable[AbstractCodec], *, is_measured: bool = False
+) -> int:
     """Returns in how many parts that stay apart it runs at most, if nobody says.
 
     Args:
         codecs: How residuals are unpacked.
+        is_measured: Whether importances of any are measured.
     """
-    in_kernels = all(codec.decodes_fused for codec in codecs)
-    return _USUAL_APART if in_kernels else _USUAL_APART_OF_CALLS
+    if not all(codec.decodes_fused for codec in codecs):
+        return _USUAL_APART_OF_CALLS
+    return _USUAL_APART_MEASURED if is_measured else _USUAL_APART
 
 
-def most_parts(like: Like, most: int) -> int:
+def most_parts(like: Like, most: int, *, serves_gpus: bool = False) -> int:
     """Returns into how many parts it is worth dividing an array, 1 if it has none.
 
     Args:
         like: Its shape and dtype.
         most: The most parts, of a loop.
+        serves_gpus: As in `Parts`.
     """
-    return next(_counts(like, most, are_apart=False), 1)
+    return next(_counts(like, most, serves_gpus=serves_gpus), 1)
 
 
 def are_shared_by_type(avals: Iterable[Any]) -> bool:
@@ -133,14 +157,19 @@ def are_shared_by_type(avals: Iterable[Any]) -> bool:
     return not types.isdisjoint({AxisType.Explicit, AxisType.Manual})
 
 
-def _counts(like: Like, most: int, *, are_apart: bool) -> Iterator[int]:
-    """Yields into how many parts an array can be divided, the most first."""
-    least = _LEAST_NBYTES_APART if are_apart else _LEAST_NBYTES_OF_PART
-    if are_apart:
-        # Where GPUs share rows, each part's sums would go round all of them.
-        most = 1 if _gpus_may_share() else min(most, _MOST_APART)
-    for count in range(most, 1, -1):
-        if _can_have_parts(like, count, least):
+def _counts(
+    like: Like, most: int, *, least: int | None = None, serves_gpus: bool = False
+) -> Iterator[int]:
+    """Yields into how many parts an array can be divided, the best first.
+
+    These are the most; if what is stored for them serves GPUs, those that can be put
+    together to the parts of GPUs.
+    """
+    counts: Iterable[int] = range(most, 1, -1)
+    if serves_gpus:
+        counts = sorted(counts, key=lambda n: (math.gcd(n, _MOST_APART), n))[::-1]
+    for count in counts:
+        if _can_have_parts(like, count, least or _LEAST_NBYTES_OF_PART):
             yield count
 
 

@@ -30,8 +30,8 @@ A stretch in which everything is made row by row, or summed over rows, runs in p
 the rows, one after another (`division.py`, `loops.py`): so nothing is there as a whole
 but what enters it and what leaves it. The product that makes the cotangent that goes on
 then runs in parts too, with the gradient of the weight. On GPUs there is one part, or
-two if they are asked for, and no loop (`apart.py`); for what a program is, is known
-when it is lowered.
+a few, and no loop (`apart.py`, `parts.py`); for what a program is, is known when it is
+lowered.
 
 Within a stretch that runs as a whole three more orders are forced, each worth about one
 array at the peak:

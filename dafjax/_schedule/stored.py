@@ -59,13 +59,16 @@ def codecs_in(
     }
 
 
-def parts_in(store: AbstractStore, plan: ProgramPlan, most: int) -> Parts:
+def parts_in(
+    store: AbstractStore, plan: ProgramPlan, most: int, *, serves_gpus: bool = False
+) -> Parts:
     """Returns in which parts a plan's values can be unpacked in loops.
 
     Args:
         store: Where they are to wait: it packs for the parts that they are read in.
         plan: The plan.
         most: The most parts.
+        serves_gpus: As in `Parts`.
     """
     if are_shared_by_type(plan.program.avals):
         most = 1
@@ -73,10 +76,15 @@ def parts_in(store: AbstractStore, plan: ProgramPlan, most: int) -> Parts:
     codecs = {
         value: codec
         if value in plan.brief
-        else store.codec(codec, site=site, num_parts=most_parts(like, most))
+        else store.codec(
+            codec,
+            site=site,
+            num_parts=most_parts(like, most, serves_gpus=serves_gpus),
+        )
         for value, site, codec, like in packed
     }
-    return Parts(codecs, most, {value: like for value, *_, like in packed})
+    likes = {value: like for value, *_, like in packed}
+    return Parts(codecs, most, likes, serves_gpus=serves_gpus)
 
 
 def parts_apart(

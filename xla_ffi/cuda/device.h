@@ -59,9 +59,11 @@ namespace dafjax {
 inline constexpr int kWarpLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffff;
 
-// Null, or what went wrong.
+// Null, or what went wrong: told here, and not by the next launch again.
 inline const char* WhatFailed(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  if (error == cudaSuccess) return nullptr;
+  static_cast<void>(cudaGetLastError());
+  return cudaGetErrorString(error);
 }
 
 #if defined(__CUDACC__)

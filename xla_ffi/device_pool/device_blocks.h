@@ -25,8 +25,9 @@ class DeviceBlocks {
   Failure Allocate(size_t count, T** data) {
     blocks_.reserve(blocks_.size() + 1);
     void* block = nullptr;
-    if (const Failure failure = WhatFailed(cudaMalloc(&block, count * sizeof(T)))) {
-      return failure;
+    const cudaError_t error = cudaMalloc(&block, count * sizeof(T));
+    if (const Failure failure = WhatFailed(error)) {
+      return error == cudaErrorMemoryAllocation ? kNoMemory : failure;
     }
     blocks_.push_back(block);
     *data = static_cast<T*>(block);
@@ -34,6 +35,10 @@ class DeviceBlocks {
   }
 
  private:
+  static constexpr Failure kNoMemory =
+      "out of memory of the GPU, of which JAX takes three quarters when it starts, or "
+      "as much as `XLA_PYTHON_CLIENT_MEM_FRACTION` says: let it take less";
+
   std::vector<void*> blocks_;
 };
 

@@ -90,7 +90,7 @@ bool MappedMemory::Map(uint8_t* page) {
   Page mapped;
   void* on_device = nullptr;
   const unsigned flags = cudaHostRegisterMapped | cudaHostRegisterPortable;
-  if (cudaHostRegister(page, pool::kPageNbytes, flags) != cudaSuccess) return false;
+  if (WhatFailed(cudaHostRegister(page, pool::kPageNbytes, flags))) return false;
   if (cudaHostGetDevicePointer(&on_device, page, 0) == cudaSuccess) {
     mapped.on_device = static_cast<uint8_t*>(on_device);
     try {
