@@ -215,8 +215,7 @@ Status CudaDevicePool::Write(const DevicePut& put, const pool::PutView& view,
   DeviceEntry entry = {};
   Failure failure = TellChanges(put.stream);
   if (failure == nullptr) {
-    failure =
-        entries_.Tell(put.stream, put.shape, view, handle, put.handle, &entry);
+    failure = entries_.Tell(put.stream, put.shape, view, handle, put.handle, &entry);
   }
   if (failure == nullptr) failure = packer_.Pack(put, shape, view, entry);
   if (failure == nullptr && pool_->measures()) failure = NoteRanges(put, entry);
