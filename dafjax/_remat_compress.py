@@ -97,8 +97,7 @@ def remat_compress(
             part by part. Each part calls every operation anew. `None`: 8 on CPUs, and
             on GPUs 1, all examples at once, which takes as little memory there, for
             residuals are unpacked in the kernels that read them; but 4 where some are
-            in a page pool, and 2 where `dafjax.adaptive_jit` measures importances. On
-            GPUs there are four at most, of 8 MiB or more.
+            in a page pool. On GPUs there are four at most, of 8 MiB or more.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
             The noise also depends on the content of what is rounded, so that a constant
             gives fresh noise in every step and a step can be repeated exactly.

@@ -239,10 +239,7 @@ def _make_backward_pass(
     anywhere = functools.partial(run, schedule, fills_late=True)
     if not (installed_plugins() and can_be_apart(plan)):
         return jax.jit(anywhere, inline=True)
-    most = options.max_parts or usual_parts_apart(
-        codecs.values(),
-        is_measured=any(map(options.store.measured_code, codecs.values())),
-    )
+    most = options.max_parts or usual_parts_apart(codecs.values())
     steps = schedule_backward(plan, parts_apart(plan, codecs, most))
     # Where it is not run again, XLA:GPU would put off what is added: 72 MB, not 53, of
     # a GPT-2 in bfloat16 on an H200.

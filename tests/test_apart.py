@@ -407,7 +407,7 @@ class TestMeasuredBits:
 
         A batch's importances from samples differ by a standard deviation of 2 %.
         """
-        monkeypatch.setattr(parts, "_USUAL_APART_MEASURED", most)
+        monkeypatch.setattr(parts, "_USUAL_APART", most)
         monkeypatch.setattr(moments, "_NUM_ELEMENTS", samples)
         params, x = example(key)
         xs = jax.random.normal(jax.random.fold_in(key, 1), (num_batches, *x.shape))
@@ -562,11 +562,9 @@ class TestDivisions:
         assert not any(d.is_apart for d in found if d is not None)
 
 
-def test_where_calls_unpack_or_values_are_sampled_there_are_more_parts(key):
+def test_where_calls_unpack_there_are_more_parts(key):
     plan = plan_of_convolutions(key)
-    codecs = codecs_in(Arrays(), plan).values()
-    assert parts.usual_parts_apart(codecs) == 1
-    assert parts.usual_parts_apart(codecs, is_measured=True) == 2
+    assert parts.usual_parts_apart(codecs_in(Arrays(), plan).values()) == 1
     with dafjax.stores.PagePool() as pool:
         assert parts.usual_parts_apart(codecs_in(pool, plan).values()) == 4
 

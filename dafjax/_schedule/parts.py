@@ -28,12 +28,10 @@ _MOST_APART = 4
 # more: 60 instead of 72 MB, where XLA's heap came out worse, and 88 instead of 76.
 # Where calls of their own unpack what others read, as from a page pool, four parts do:
 # a ResNet-18 of 256 images takes 213 MB, at once 277, in two parts 245; in a loop over
-# eight, 210 MB and 1643 kernels instead of 695. And where values are sampled they wait
-# for that: 289 MB at once, 238 in two parts, 235 in four.
+# eight, 210 MB and 1643 kernels instead of 695.
 _USUAL_IN_LOOPS = 8
 _USUAL_APART = 1
 _USUAL_APART_OF_CALLS = 4
-_USUAL_APART_MEASURED = 2
 
 # A stretch of the backward pass takes some five times its largest residual as a whole,
 # and some three times in parts. So where that residual is less than this share of the
@@ -122,18 +120,14 @@ def usual_parts() -> int:
     return _USUAL_IN_LOOPS
 
 
-def usual_parts_apart(
-    codecs: Iterable[AbstractCodec], *, is_measured: bool = False
-) -> int:
+def usual_parts_apart(codecs: Iterable[AbstractCodec]) -> int:
     """Returns in how many parts that stay apart it runs at most, if nobody says.
 
     Args:
         codecs: How residuals are unpacked.
-        is_measured: Whether importances of any are measured.
     """
-    if not all(codec.decodes_fused for codec in codecs):
-        return _USUAL_APART_OF_CALLS
-    return _USUAL_APART_MEASURED if is_measured else _USUAL_APART
+    in_kernels = all(codec.decodes_fused for codec in codecs)
+    return _USUAL_APART if in_kernels else _USUAL_APART_OF_CALLS
 
 
 def most_parts(like: Like, most: int, *, serves_gpus: bool = False) -> int:
