@@ -19,7 +19,7 @@ from dafjax.codecs import AbstractCodec
 _LEAST_NBYTES_OF_PART = 1 << 20
 _LEAST_NBYTES_APART = 8 << 20
 
-# Each is launches: more of them would take longer than they spare memory.
+# Each is launches, and a loop over eight takes next to no less memory (below).
 _MOST_APART = 4
 
 # Where kernels unpack what they read, the backward pass has as many large arrays at a
@@ -100,7 +100,7 @@ class Parts:
 
     @functools.cached_property
     def _calls_unpack(self) -> bool:
-        return not all(codec.decodes_fused for codec in self.codecs.values())
+        return _calls_unpack(self.codecs.values())
 
     @functools.cached_property
     def _largest_nbytes(self) -> int:
@@ -126,8 +126,7 @@ def usual_parts_apart(codecs: Iterable[AbstractCodec]) -> int:
     Args:
         codecs: How residuals are unpacked.
     """
-    in_kernels = all(codec.decodes_fused for codec in codecs)
-    return _USUAL_APART if in_kernels else _USUAL_APART_OF_CALLS
+    return _USUAL_APART_OF_CALLS if _calls_unpack(codecs) else _USUAL_APART
 
 
 def most_parts(like: Like, most: int, *, serves_gpus: bool = False) -> int:
@@ -165,6 +164,11 @@ def _counts(
     for count in counts:
         if _can_have_parts(like, count, least or _LEAST_NBYTES_OF_PART):
             yield count
+
+
+def _calls_unpack(codecs: Iterable[AbstractCodec]) -> bool:
+    """Returns whether calls unpack some residuals, and not the kernels that read."""
+    return not all(codec.decodes_fused for codec in codecs)
 
 
 def _gpus_may_share() -> bool:
