@@ -11,6 +11,13 @@ from dafjax._adaptive_jit import (
     AdaptiveJit as AdaptiveJit,
     adaptive_jit as adaptive_jit,
 )
+from dafjax._assess import (
+    ArrayNoise as ArrayNoise,
+    Assessment as Assessment,
+    NoisyResidual as NoisyResidual,
+    Setting as Setting,
+    assess as assess,
+)
 from dafjax._bits import Bits as Bits
 from dafjax._custom_calls import custom_calls as custom_calls
 from dafjax._estimate import (

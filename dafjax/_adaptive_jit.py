@@ -104,6 +104,22 @@ def adaptive_jit(
     return AdaptiveJit(fun, most_compiles, jit_options)
 
 
+def measure_variances(fun: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """Runs a function once; tells the variance that each residual brings.
+
+    Args:
+        fun: A function that differentiates one wrapped with bits that are allocated.
+        *args: Its arguments.
+
+    Returns:
+        For each residual by name the variance of the gradient that its rounding causes,
+        with the bits that it has in the first program.
+    """
+    step = AdaptiveJit(fun, 1, {})
+    jax.block_until_ready(step(*args))
+    return step.take_variances()
+
+
 @final
 class AdaptiveJit:
     """What `adaptive_jit` returns: a function, and what is known of its residuals."""
@@ -185,6 +201,19 @@ class AdaptiveJit:
         """Bytes of all residuals whose bits are allocated, of the largest program."""
         sizes = (nbytes(p.demands, p.bits) for p in self._programs.values())
         return max(sizes, default=0)
+
+    def take_variances(self) -> dict[str, float]:
+        """Returns the variance that each residual brings, and forgets it.
+
+        Of the gradient, as measured since the last time, by the residual's name.
+        """
+        found: dict[str, float] = {}
+        for program in self._programs.values():
+            importances = program.ledger.take()["importances"]
+            for site, fact in program.facts.items():
+                steps = 2 ** program.bits[site] - 1
+                found[fact.name] = float(importances[site]) / steps**2
+        return found
 
     @property
     def num_compiles(self) -> int:

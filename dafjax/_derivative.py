@@ -16,7 +16,12 @@ from dafjax._plan.planner import make_plan
 from dafjax._plan.recorder import current_recorder
 from dafjax._plan.segments import cut
 from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule
-from dafjax._trace.bodies import has_bodies, with_wrapped_bodies
+from dafjax._trace.bodies import (
+    Body,
+    has_bodies,
+    perturbed_values,
+    with_wrapped_bodies,
+)
 from dafjax._trace.equation import look_up
 from dafjax._trace.finishing import finish_early
 from dafjax._trace.graph import mark_as_wrapped
@@ -38,6 +43,7 @@ def with_compressed_residuals(
     *,
     slices: tuple[int, ...] = (),
     iterations: int | None = None,
+    perturbed: Sequence[bool] | None = None,
 ) -> Callable[..., list[Any]]:
     """Returns `function(seed, *arguments)` with a compressing derivative rule.
 
@@ -48,7 +54,11 @@ def with_compressed_residuals(
         slices: The arguments that are slices of what a loop runs over.
         iterations: If the function is the body of a loop or a branch in a wrapped
             function, how often it runs.
+        perturbed: For every argument of a body, whether it is perturbed in any
+            iteration. The rule is the same for all of them.
     """
+    if perturbed is None:
+        perturbed = (False,) * len(closed.in_avals)
     if not options.rematerialize:
         return _with_rule(
             closed,
@@ -56,10 +66,12 @@ def with_compressed_residuals(
             activations,
             slices=slices,
             iterations=iterations,
+            always_perturbed=tuple(perturbed),
             runs_again=False,
             nbits_beside=0,
         )
     segments, results = cut(closed, activations)
+    moving = perturbed_values(closed, perturbed)
     # What is kept of those that are not run again waits together, and shares what it
     # may cost. The loops of a segment count in its own plan.
     num_waiting = max(1, sum(not segment.runs_again for segment in segments))
@@ -71,6 +83,7 @@ def with_compressed_residuals(
             segment.activations,
             slices=tuple(n for n, v in enumerate(segment.inputs) if v in slices),
             iterations=iterations,
+            always_perturbed=tuple(v in moving for v in segment.inputs),
             runs_again=segment.runs_again,
             nbits_beside=(of_loops - segment.nbits_of_loops) // num_waiting,
         )
@@ -94,6 +107,7 @@ def _with_rule(
     *,
     slices: tuple[int, ...],
     iterations: int | None,
+    always_perturbed: tuple[bool, ...],
     runs_again: bool,
     nbits_beside: int,
 ) -> Callable[..., list[Any]]:
@@ -108,7 +122,9 @@ def _with_rule(
         source, name, shift = closed, None, 0
         if has_bodies(closed):
             name = fingerprint_of_function(closed, perturbed)
-            source = _with_wrapped_bodies(closed, options, activations, iterations or 1)
+            source = _with_wrapped_bodies(
+                closed, options, activations, perturbed, iterations or 1
+            )
             # The seed is an argument too.
             perturbed, shift = (False, *perturbed), 1
         numbers = tuple(number + shift for number in activations)
@@ -147,7 +163,10 @@ def _with_rule(
         return mark_as_wrapped(evaluate(*arguments))
 
     def forward(seed: Any, *arguments: Any) -> tuple[list[Any], Any]:
-        perturbed = tuple(_is_perturbed(argument) for argument in arguments)
+        perturbed = tuple(
+            always or _is_perturbed(argument)
+            for always, argument in zip(always_perturbed, arguments, strict=True)
+        )
         rule = derivative(
             perturbed,
             current_recorder() is not None,
@@ -185,27 +204,25 @@ def _with_wrapped_bodies(
     closed: ClosedJaxpr,
     options: Options,
     activations: tuple[int, ...],
+    perturbed: tuple[bool, ...],
     iterations: int,
 ) -> ClosedJaxpr:
     """Returns a program of the seed and the arguments whose bodies have rules."""
 
     def run(seed: jax.Array, *arguments: Any) -> list[Any]:
-        def wrap(
-            body: ClosedJaxpr,
-            activations: tuple[int, ...],
-            slices: tuple[int, ...],
-            times: int,
-        ) -> Callable[..., list[Any]]:
+        def wrap(body: Body) -> Callable[..., list[Any]]:
             function = with_compressed_residuals(
-                body,
+                body.closed,
                 options,
-                activations,
-                slices=slices,
-                iterations=iterations * times,
+                body.activations,
+                slices=body.slices,
+                iterations=iterations * body.times,
+                perturbed=body.perturbed,
             )
             return functools.partial(function, seed)
 
-        return with_wrapped_bodies(closed, activations, wrap)(*arguments)
+        wrapped = with_wrapped_bodies(closed, activations, perturbed, wrap)
+        return wrapped(*arguments)
 
     return trace_like(run, jax.ShapeDtypeStruct((), jnp.uint32), *closed.in_avals)
 

@@ -57,6 +57,8 @@ class Residual:
         reduced_from: The number of elements of the largest operand of that primitive.
         known: Whether it follows from arguments and constants by cheap operations
             alone.
+        draw_cost: The time to draw it again from a random key, over that of the largest
+            product; 0 if it does not follow from keys by drawing and cheap operations.
         sources: How many values in inexact codes would be unpacked to recompute it; 0
             if recomputing it gives the exact value.
         source_elements: The number of elements of those values together.
@@ -83,6 +85,7 @@ class Residual:
     known: bool
     sources: int
     source_elements: int = 0
+    draw_cost: float = 0
     amplified: bool = False
     divides: bool = False
     contracted: int = 0
@@ -108,8 +111,12 @@ class Residual:
 
     @property
     def is_floating(self) -> bool:
-        """Whether codecs for real numbers apply: float16, bfloat16 or float32."""
-        return self.dtype in _CODED_DTYPES
+        """Whether it can be stored in codes for real numbers.
+
+        float16, bfloat16 and float32 as they are; float64 as float32, complex numbers
+        as two arrays of float32, with a scale beside.
+        """
+        return self.dtype in CODED_DTYPES or self.dtype in _WIDE_DTYPES
 
 
 class AbstractPolicy(abc.ABC):
@@ -143,8 +150,11 @@ class AbstractPolicy(abc.ABC):
         """
 
 
-_CODED_DTYPES = frozenset(
+CODED_DTYPES = frozenset(
     jnp.dtype(dtype) for dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
+)
+_WIDE_DTYPES = frozenset(
+    jnp.dtype(dtype) for dtype in ("float64", "complex64", "complex128")
 )
 
 # So many times fewer elements at 8 bits instead of 2 cost less than one at 2.
@@ -181,9 +191,11 @@ class CompressExpensive(AbstractPolicy):
       less than keeping the matrix at 2. Not so with a `codec` of its own.
     - Of what sines and cosines read the phase is compressed: codes of arguments that
       span many periods would tell nothing of a sine.
-    - What follows cheaply from the arguments alone is recomputed.
-    - Integers that depend on compressed values, float64, complex numbers and random
-      keys are saved as they are.
+    - What follows cheaply from the arguments alone is recomputed. So are numbers drawn
+      from a random key: they are drawn again, unless that takes longer than the largest
+      product. Masks that are drawn are kept as bits.
+    - Integers that depend on compressed values, random keys and numbers of fewer than
+      16 bits are saved as they are.
 
     Attributes:
         codec: How floating-point values are packed. `None`: by the `bits` of
@@ -226,12 +238,18 @@ class CompressExpensive(AbstractPolicy):
     def __call__(self, residual: Residual) -> Decision:
         if residual.known:
             return Recompute()
+        if residual.draw_cost > 0 and not self._is_small(residual):
+            if residual.dtype == jnp.bool_:
+                return Compress(Bitmask())
+            if residual.draw_cost <= 1:
+                return Recompute()
+            return Compress(self.codec) if residual.is_floating else Save()
         # Also the sum that probabilities are divided by, so that they are still at
         # most 1: with the exact one a large error of an exponent is a huge one.
-        if residual.amplified and is_continuous(residual.primitive):
+        if residual.amplified and self._is_continuous(residual):
             return Recompute()
         cheap = is_cheap(residual.primitive)
-        if residual.nbytes * residual.copies <= self.min_nbytes:
+        if self._is_small(residual):
             # Of what is as small and as exact, as a view or an inverse of a statistic.
             follows = residual.sources == 0 and (
                 residual.reduced_from <= residual.num_elements
@@ -248,10 +266,17 @@ class CompressExpensive(AbstractPolicy):
         if self._expands(residual):
             return Recompute()
         most = 1 if residual.steers else self.max_sources
-        tame = is_continuous(residual.primitive) and not residual.divides
+        tame = self._is_continuous(residual) and not residual.divides
         if (cheap and residual.sources == 0) or (tame and residual.sources <= most):
             return Recompute()
         return Compress(self.codec)
+
+    def _is_continuous(self, residual: Residual) -> bool:
+        is_complex = jnp.issubdtype(residual.dtype, jnp.complexfloating)
+        return is_continuous(residual.primitive, is_complex=is_complex)
+
+    def _is_small(self, residual: Residual) -> bool:
+        return residual.nbytes * residual.copies <= self.min_nbytes
 
     def _expands(self, residual: Residual) -> bool:
         computable = (
@@ -338,7 +363,8 @@ class CompressNames(AbstractPolicy):
         >>> policy = dafjax.policies.CompressNames(("block",))
         >>> w, x = jnp.ones((256, 256)), jnp.ones((256, 256))
         >>> f = dafjax.remat_compress(loss, policy=policy)
-        >>> len(dafjax.saved_residuals(f, w, x).kept)
+        >>> kept = dafjax.saved_residuals(f, w, x).kept
+        >>> len([item for item in kept if item.codec is not None])
         2
     """
 

@@ -75,9 +75,10 @@ class Plan(AbstractPolicy):
     @functools.cached_property
     def _decisions(self) -> dict[tuple[str, int], Decision]:
         return {
-            (item.program, item.value): (
-                Save() if item.codec is None else Compress(item.codec)
-            )
+            (
+                item.program,
+                item.value if item.stands_for is None else item.stands_for,
+            ): (Save() if item.codec is None else Compress(item.codec))
             for item in (*self.kept, *self.spare)
         }
 
@@ -254,6 +255,7 @@ def _to_json(item: Kept) -> dict[str, Any]:
         codec = {"name": name, **dataclasses.asdict(item.codec)}
     return {
         **{name: getattr(item, name) for name in _AS_THEY_ARE},
+        "stands_for": item.stands_for,
         "shape": item.shape,
         "dtype": str(item.dtype),
         "codec": codec,
@@ -272,6 +274,8 @@ def _from_json(row: Mapping[str, Any]) -> Kept:
         shape=tuple(row["shape"]),
         dtype=_dtype(row["dtype"]),
         codec=codec,
+        # Absent from plans of version 0.1.
+        stands_for=row.get("stands_for"),
     )
 
 

@@ -397,11 +397,11 @@ COMPOSITIONS = {
     "all arguments": Composition(of_both, temp=0.35),
     "value_and_grad": Composition(value_too, temp=0.39),
     "has_aux": Composition(has_aux, temp=0.44),
-    "vmap over examples": Composition(per_example, temp=0.29),
+    "vmap over examples": Composition(per_example, temp=0.3),
     "vmap over models": Composition(per_model, temp=0.37),
     "vmap over both": Composition(per_model_and_example, temp=0.4),
     "vmap over some leaves": Composition(of_some_leaves, temp=0.35),
-    "vmap of vmap": Composition(vmap_twice, temp=0.29),
+    "vmap of vmap": Composition(vmap_twice, temp=0.3),
     "in vmap": Composition(inside(of_vmap), temp=0.37),
     "of vmap": Composition(outside(of_vmap), temp=0.37),
     "in micro-batches": Composition(inside(of_micro_batches), temp=0.18),
@@ -433,7 +433,7 @@ COMPOSITIONS = {
         plain=of_loop(functools.partial(blocks_loss, block=norm_layer)),
     ),
     "donated": Composition(donated, temp=0.4),
-    "vjp twice": Composition(vjp_twice, temp=0.55),
+    "vjp twice": Composition(vjp_twice, temp=0.59),
     "vjp twice, eager": Composition(vjp_twice_eager, temp=None),
     "jacrev": Composition(jacrev, temp=0.58),
     "closure over a traced value": Composition(closure_over_traced, temp=0.39),
@@ -447,18 +447,17 @@ COMPOSITIONS = {
     "static arguments": Composition(static_arguments, temp=0.39),
     "random keys": Composition(dropout, temp=0.26, arguments=with_key),
     "float0": Composition(integers, temp=0.37, arguments=with_ids),
-    # Complex numbers and float64 are kept as they are.
+    # The small arrays near poles of a complex tanh have large codes.
     "complex": Composition(
-        complex_numbers, temp=1.01, arguments=of_complex, error=(0, 1e-5)
+        complex_numbers, temp=0.6, arguments=of_complex, error=(1e-5, 2)
     ),
     "float64": Composition(
         compiled,
-        temp=1.01,
+        temp=0.4,
         arguments=functools.partial(example, dtype=jnp.float64),
-        error=(0, 1e-14),
         settings=x64,
     ),
-    "complex in part": Composition(spectrum, temp=0.31),
+    "complex in part": Composition(spectrum, temp=0.32),
     "float32 in x64": Composition(compiled, temp=0.39, settings=x64),
     "bfloat16": Composition(
         half_precision,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -91,7 +92,8 @@ def gradient_nbytes(
 
 def relative_error(x: jax.Array, exact: jax.Array) -> float:
     """Returns the norm of the difference over the norm of `exact`."""
-    x, exact = np.asarray(x, np.float64), np.asarray(exact, np.float64)
+    dtype = np.complex128 if jnp.iscomplexobj(exact) else np.float64
+    x, exact = np.asarray(x, dtype), np.asarray(exact, dtype)
     return float(np.linalg.norm(x - exact) / np.linalg.norm(exact))
 
 

@@ -89,8 +89,9 @@ def residual(
         (residual("argmax", dtype=jnp.int32), Save()),
         (residual("convert_element_type", dtype=jnp.int32), Save()),
         (residual("convert_element_type", dtype=jnp.int32, sources=0), Recompute()),
-        (residual("dot_general", dtype=jnp.float64), Save()),
-        (residual("mul", dtype=jnp.complex64), Save()),
+        (residual("dot_general", dtype=jnp.float64), Compress()),
+        (residual("dot_general", dtype=jnp.complex64), Compress()),
+        (residual("dot_general", dtype=jnp.float8_e5m2), Save()),
         # The mean over the last of 32 columns or more costs less raw than in codes.
         (residual("reduce_sum", (64, 1024), operand=64 * 1024 * 16), Save()),
         (residual("reduce_sum", (64, 1024), operand=64 * 1024 * 8), Recompute()),
@@ -164,9 +165,10 @@ def test_a_policy_keeps_what_it_says_and_gradients_are_right(policy, primitives,
     assert error < 0.02
     if primitives is not None:
         plan = dafjax.saved_residuals(wrapped, w, x)
-        assert {item.primitive for item in plan.kept} <= primitives
+        kept = [item for item in plan.kept if item.primitive != "extent_scale"]
+        assert {item.primitive for item in kept} <= primitives
         # What is named is kept once. The last is needed, the first follows from it.
-        assert 3 <= len(plan.kept) <= 4
+        assert 3 <= len(kept) <= 4
 
 
 def test_what_no_policy_names_is_recomputed(key):

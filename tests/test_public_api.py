@@ -20,15 +20,19 @@ def test_the_top_level_has_these_names():
     modules = {"allocation", "codecs", "policies", "reductions", "stores", "report"}
     functions = {"remat_compress", "saved_residuals", "print_saved_residuals"}
     functions |= {"adaptive_jit", "estimate", "fit_batch", "custom_calls"}
-    functions |= {"cuda_status"}
+    functions |= {"cuda_status", "assess"}
     results = {
         "AdaptiveJit",
+        "ArrayNoise",
+        "Assessment",
         "AverageBits",
         "Bits",
         "Budget",
         "CudaStatus",
         "NoiseCeiling",
+        "NoisyResidual",
         "Plan",
+        "Setting",
         "Estimate",
         "StepMemory",
         "FittedBatch",

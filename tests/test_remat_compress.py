@@ -356,8 +356,9 @@ class TestComposition:
         x = jnp.ones((32, 64))
         of_w = dafjax.saved_residuals(lambda w: wrapped(w, frozen, x), w)
         of_both = dafjax.saved_residuals(lambda w, g: wrapped(w, g, x), w, frozen)
-        assert [item.primitive for item in of_w.kept] == ["dot_general"]
-        assert len(of_both.kept) == 1
+        scales = ["extent_scale", "extent_scale"]
+        assert [item.primitive for item in of_w.kept] == [*scales, "dot_general"]
+        assert len(of_both.kept) == 3
         # With the weight frozen the layer above needs nothing of this one.
         of_frozen = dafjax.saved_residuals(lambda g: wrapped(w, g, x), frozen)
         assert len(of_frozen.kept) == 0

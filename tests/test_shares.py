@@ -78,7 +78,8 @@ def test_the_sum_is_not_kept():
 
     shapes, plan = kept_shapes(dafjax.remat_compress(loss), W)
     assert (128, 256) in shapes
-    assert not {(128,), (128, 1)} & set(shapes)
+    sums = [k.shape for k in plan.kept if k.primitive == "reduce_sum"]
+    assert not sums
     assert "sum_of_codes" in {eqn.primitive for eqn in plan.recomputed.values()}
 
 

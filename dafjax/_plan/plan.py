@@ -29,6 +29,7 @@ class Kept:
         source: The user's line that it comes from.
         is_packed: Whether it was packed where it was made: in the body of a loop or a
             branch, which has a plan of its own.
+        stands_for: Of a normalized copy, the value that the plan decides about.
         sharding: How devices divide it, on meshes with explicit axes.
     """
 
@@ -41,6 +42,7 @@ class Kept:
     primitive: str
     source: str = dataclasses.field(compare=False)
     is_packed: bool = False
+    stands_for: int | None = None
     sharding: Any = dataclasses.field(default=None, compare=False)
 
     @property
@@ -77,6 +79,7 @@ class ProgramPlan:
         slices: The arguments that are slices of what a loop runs over: they are copied
             for each iteration, but no earlier than they are read.
         masks: For each mask that is made of a rectifier's result, that result.
+        copies: For each normalized copy, the value that it stands for.
         brief: What the store leaves in arrays of what is kept in codes, for it waits
             only while the function needs little memory.
     """
@@ -89,7 +92,16 @@ class ProgramPlan:
     recomputed: Mapping[int, Equation]
     slices: frozenset[int] = frozenset()
     masks: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    copies: Mapping[int, int] = dataclasses.field(default_factory=dict)
     brief: frozenset[int] = frozenset()
+
+    def order(self, value: int) -> tuple[int, bool]:
+        """Returns a key that sorts values so that each follows what restores it.
+
+        Values are numbered as they are made, but for copies: a copy comes right before
+        the value that it stands for.
+        """
+        return self.copies.get(value, value), value not in self.copies
 
     @property
     def compresses(self) -> bool:

@@ -1,6 +1,7 @@
 """How a plan is made: a policy is asked about each value, and about bits."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,14 @@ import jax.numpy as jnp
 from dafjax._bits import Bits, Use
 from dafjax._plan.channels import find_channels
 from dafjax._plan.decisions import decide, is_inexact, packings_of_places
+from dafjax._plan.extents import (
+    extent_of_channels,
+    extent_of_examples,
+    extent_of_rows,
+    find_extents,
+)
 from dafjax._plan.linearity import find_uses
+from dafjax._plan.normalized import Form, limit_in_codes, mixes, with_copies
 from dafjax._plan.phases import note_phases, without_phases
 from dafjax._plan.plan import Kept, ProgramPlan
 from dafjax._plan.pooling import note_places
@@ -21,12 +29,18 @@ from dafjax._plan.rectifiers import (
 from dafjax._plan.shares import find_totals, total_of_codes
 from dafjax._plan.spare_bits import with_spare_bits
 from dafjax._trace.bodies import reads_packed
-from dafjax._trace.equation import Equation
+from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.graph import live_equations
+from dafjax._trace.primitives import (
+    keeps_elements,
+    saturation_limit,
+    takes_parts,
+)
 from dafjax._trace.residuals import Program
 from dafjax._trace.tracing import names_of_place
 from dafjax.codecs import AbstractCodec, Affine
 from dafjax.policies import (
+    CODED_DTYPES,
     AbstractPolicy,
     Compress,
     CompressExpensive,
@@ -128,9 +142,15 @@ def make_plan(
         new = [v for v in equation.input_values if v not in seen]
         seen.update(new)
         stack.extend(new)
+    for value in sorted(kept - packed):
+        parts = _parts_read(program, value, recomputed, set(residuals))
+        if parts != {value}:
+            kept.remove(value)
+            kept.update(parts)
+            decisions.update(dict.fromkeys(parts, decisions[value]))
+    recomputed = _needed(recomputed, residuals, kept)
     inexact = [value for value in kept if is_inexact(decisions[value])]
     uses = find_uses(program, recomputed, inexact)
-    channels = find_channels(program, activations)
     num_bits = {v: bits.of(names[v], uses.get(v, Use.LINEAR)) for v in kept}
     if spares_bits:
         of_default = {
@@ -141,8 +161,30 @@ def make_plan(
         sizes = {value: program.avals[value].size for value in of_default}
         of_bodies = 8 * sum(map(program.nbytes, packed.intersection(kept)))
         num_bits |= with_spare_bits(of_default, sizes, beside=of_bodies + nbits_beside)
+    forms = _find_forms(
+        program,
+        {value: num_bits[value] for value in inexact},
+        decisions,
+        (*recomputed.values(), *program.backward),
+        activations,
+    )
+    program, copies = with_copies(program, forms)
+    # Copies are listed as the values that they stand for.
+    stands_for: dict[int, int] = {}
+    for value, made in copies.items():
+        numbers = (*made.copies, *made.statistics)
+        kept.remove(value)
+        kept.update(numbers)
+        decisions.update(dict.fromkeys(made.copies, decisions[value]))
+        decisions.update(dict.fromkeys(made.statistics, Save()))
+        recomputed[value] = made.recompute
+        names.update(dict.fromkeys(numbers, names[value]))
+        num_bits.update(dict.fromkeys(numbers, num_bits[value]))
+        producers.update((v, eqn) for eqn in made.equations for v in eqn.outputs)
+        stands_for.update(dict.fromkeys(made.copies, value))
+    channels = find_channels(program, activations)
     packed_masks = {v for v in kept if not isinstance(decisions[v], Save)}
-    program = without_phases(program, phased.phases, kept)
+    program = without_phases(program, phased.phases, kept.union(copies))
     program, masks = with_masks_of_results(program, rectifiers, packed_masks)
     return ProgramPlan(
         program=program,
@@ -153,7 +195,7 @@ def make_plan(
                 fingerprint,
                 program.avals[value],
                 value,
-                producers.get(value),
+                producers.get(stands_for.get(value, value)),
                 decisions[value],
                 _default_codec(
                     num_bits[value],
@@ -161,14 +203,124 @@ def make_plan(
                     has_channels=value in channels,
                 ),
                 is_packed=value in packed,
+                stands_for=stands_for.get(value),
             )
-            for value in (*range(program.num_arguments), *producers)
+            for value in _in_order(program)
             if value in kept
         ),
         arguments=tuple(sorted(arguments)),
         recomputed=recomputed,
         masks=masks,
+        copies=stands_for,
     )
+
+
+def _parts_read(
+    program: Program,
+    value: int,
+    recomputed: Mapping[int, Equation],
+    residuals: Container[int],
+) -> set[int]:
+    """Returns the smallest parts of a stored value from which all that is read follows.
+
+    Of a Fourier transform whose low modes are read, these modes.
+    """
+    if value in residuals:
+        return {value}
+    found: set[int] = set()
+    for result, eqn in recomputed.items():
+        if value not in eqn.input_values:
+            continue
+        moves = keeps_elements(eqn.primitive) or takes_parts(eqn.primitive)
+        if not moves or len(eqn.input_values) != 1:
+            return {value}
+        found |= _parts_read(program, result, recomputed, residuals)
+    sizes = {v: math.prod(program.avals[v].shape) for v in (value, *found)}
+    return found if sum(sizes[v] for v in found) < sizes[value] else {value}
+
+
+def _needed(
+    recomputed: Mapping[int, Equation], wanted: Iterable[int], kept: Container[int]
+) -> dict[int, Equation]:
+    """Returns what still has to be recomputed, where more is stored."""
+    needed: dict[int, Equation] = {}
+    stack = list(wanted)
+    while stack:
+        value = stack.pop()
+        if value in kept or value in needed or value not in recomputed:
+            continue
+        needed[value] = recomputed[value]
+        stack.extend(recomputed[value].input_values)
+    return needed
+
+
+def _layout(
+    decision: Decision, shape: tuple[int, ...], *, has_channels: bool
+) -> Affine | None:
+    """Returns a codec with the quantization groups that a value will be stored in."""
+    assert isinstance(decision, Compress)
+    if decision.codec is None:
+        return _default_codec(1, shape, has_channels=has_channels)
+    return decision.codec if isinstance(decision.codec, Affine) else None
+
+
+def _in_order(program: Program) -> Iterator[int]:
+    """Yields the arguments, and the values of the forward pass as they are made."""
+    yield from range(program.num_arguments)
+    for eqn in program.forward:
+        yield from eqn.outputs
+
+
+def _find_forms(
+    program: Program,
+    bits: Mapping[int, int],
+    decisions: Mapping[int, Decision],
+    readers: Sequence[Equation],
+    activations: Container[int],
+) -> dict[int, Form]:
+    """Returns the forms of those values that are not stored as they are.
+
+    Args:
+        program: The program.
+        bits: The values in inexact codes, and the bits of these.
+        decisions: What the policy decided. Groups are known of `Affine` alone.
+        readers: The equations that read them when they are unpacked.
+        activations: The arguments that are not kept alive by the caller.
+    """
+    extents = find_extents(program)
+    channels = find_channels(program, activations)
+    # They have one scale, a period.
+    phases = {v for e in program.forward if e.primitive == "phase" for v in e.outputs}
+    limits: dict[int, float] = {}
+    for eqn in dict.fromkeys(readers):
+        limit = saturation_limit(eqn.primitive)
+        limits.update((v, max(limit, limits.get(v, 0))) for v in eqn.input_values)
+    limits.update(dict.fromkeys(values_of(program.gradients), math.inf))
+    found = {}
+    for value in sorted(bits):
+        shape = tuple(program.avals[value].shape)
+        is_wide = program.avals[value].dtype not in CODED_DTYPES
+        if is_wide:
+            found[value] = Form((extents.get(value) or extent_of_examples(shape),))
+            continue
+        codec = _layout(decisions[value], shape, has_channels=value in channels)
+        if codec is None or value in phases:
+            continue
+        limit = limit_in_codes(limits.get(value, math.inf), bits[value])
+        if limit < math.inf:
+            # A function that saturates reads an absolute scale, the same for all.
+            found[value] = Form(limit=limit)
+            continue
+        wanted = [extents[value]] if value in extents else []
+        if value in channels and codec.blocks == "rows":
+            # Channels have a scale of their own only where rows are alike.
+            wanted = wanted or [extent_of_rows(shape)]
+            wanted.append(extent_of_channels(shape))
+        if not all(extent.is_worth_a_scale for extent in wanted):
+            continue
+        if any(mixes(extent, shape, codec) for extent in wanted):
+            found[value] = Form(tuple({e.axes: e for e in wanted}.values()))
+    return found
 
 
 def plan_arguments(
@@ -230,7 +382,9 @@ def _decide_argument(aval: Any) -> Decision:
         known=False,
         sources=0,
     )
-    return CompressExpensive()(described)
+    decision = CompressExpensive()(described)
+    is_coded = aval.dtype in CODED_DTYPES
+    return decision if is_coded or not is_inexact(decision) else Save()
 
 
 def _default_codec(bits: int, shape: tuple[int, ...], *, has_channels: bool) -> Affine:
@@ -260,6 +414,7 @@ def _describe(
     default: AbstractCodec,
     *,
     is_packed: bool,
+    stands_for: int | None = None,
 ) -> Kept:
     codec = None
     if isinstance(decision, Compress):
@@ -279,5 +434,6 @@ def _describe(
         primitive="argument" if producer is None else producer.primitive,
         source="" if producer is None else producer.source,
         is_packed=is_packed and codec is None,
+        stands_for=stands_for,
         sharding=getattr(aval, "sharding", None),
     )

@@ -27,6 +27,7 @@ from dafjax._schedule.stretches import stretches_of
 from dafjax._schedule.ties import Ties
 from dafjax._schedule.values import Values
 from dafjax._trace.equation import Equation, evaluate, look_up
+from dafjax._trace.primitives import draws
 from dafjax._trace.residuals import Program
 from dafjax._typing import ArrayTree
 from dafjax.codecs import AbstractCodec
@@ -325,7 +326,11 @@ class _RunningBackward:
 
     def _compute(self, equation: Equation, at_hand: Mapping[int, Any]) -> None:
         if self._filled_late.isdisjoint(equation.outputs):
-            outputs = evaluate(equation, look_up(equation.inputs, at_hand))
+            operands = look_up(equation.inputs, at_hand)
+            if draws(equation.primitive):
+                # Else XLA draws once, in the forward pass, and keeps the numbers.
+                operands = [not_before(self._token, x) for x in operands]
+            outputs = evaluate(equation, operands)
         else:
             outputs = fill_not_before(self._token, equation)
         # What is kept is taken from what was kept, never recomputed.

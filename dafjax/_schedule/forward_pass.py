@@ -131,8 +131,10 @@ class _RunningForward:
         if code is not None:
             noise = sample_rounding_noise(code, self._env[value])
         leaves, structure = jax.tree.flatten((packed, noise))
-        if self._ties.forward and self._last_use.get(value, -1) > now:
-            through = (value, *sums)
+        # The value that a copy stands for is read on, and the copy is not.
+        carrier = self._plan.copies.get(value, value)
+        if self._ties.forward and self._last_use.get(carrier, -1) > now:
+            through = (carrier, *sums)
             arrays = look_up(through, self._env)
             *tied, self._token = tie(*leaves, *arrays, self._token)
             leaves, arrays = tied[: len(leaves)], tied[len(leaves) :]
@@ -195,7 +197,7 @@ class _RunningForward:
         self._tie_pending(results)
         large = [v for v in self._kept if self._plan.program.is_large(v)]
         if self._ties.results and large:
-            self._tie_results(results, max(large))
+            self._tie_results(results, large[-1])
         stored = [self._stored[item.value] for item in self._plan.kept]
         return look_up(self._plan.program.results, self._env), stored
 

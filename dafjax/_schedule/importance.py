@@ -76,7 +76,7 @@ def importances(
     noisy = _noisy_values(plan, signals, rounding_noise)
     costs = _Costs(lambda value: signals.moments(value).variance)
     _collect_costs(plan, signals, noisy, costs)
-    for value in sorted(noisy, reverse=True):
+    for value in sorted(noisy, key=plan.order, reverse=True):
         _hand_on(plan, signals, costs, value, noisy[value])
     return {v: costs.of_unit(v) * noise for v, noise in rounding_noise.items()}
 
@@ -86,7 +86,7 @@ def _noisy_values(
 ) -> dict[int, tuple[int, ...]]:
     """Returns what is restored with noise, and of which operands it has the noise."""
     noisy: dict[int, tuple[int, ...]] = dict.fromkeys(sources, ())
-    for value in sorted(plan.recomputed.keys() - noisy.keys()):
+    for value in sorted(plan.recomputed.keys() - noisy.keys(), key=plan.order):
         operands = tuple(
             v
             for v in dict.fromkeys(plan.recomputed[value].input_values)

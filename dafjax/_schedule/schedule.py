@@ -311,6 +311,7 @@ class _Builder:
             for v in sorted(read)
             if v < self._program.num_arguments
             and v not in self._compressed
+            and v not in self._recomputed
             and self._program.is_large(v)
         )
 

@@ -6,13 +6,16 @@ body is given a derivative rule that compresses, before the loop is differentiat
 is stacked are codes. The same holds for the branches of a `cond`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from dafjax._trace.equation import (
+    Atom,
     Constant,
     Equation,
     bodies,
@@ -28,12 +31,30 @@ from dafjax._trace.tracing import ClosedJaxpr, has_primitive
 
 _WITH_BODIES = ("scan", "cond")
 
-# Returns a body as a function with a derivative rule. Takes the body, those of its
-# arguments that nothing keeps alive for the backward pass, those that are slices of
-# what is alive, and how often it runs.
-WrapBody: TypeAlias = Callable[
-    [ClosedJaxpr, tuple[int, ...], tuple[int, ...], int], Callable[..., Sequence[Any]]
-]
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """The body of a loop, or a branch.
+
+    Attributes:
+        closed: What it computes.
+        activations: The arguments that nothing keeps alive for the backward pass.
+        slices: The arguments that are slices of what is alive.
+        times: How often it runs.
+        perturbed: For every argument, whether it depends on what is differentiated, in
+            any iteration.
+    """
+
+    closed: ClosedJaxpr
+    activations: tuple[int, ...]
+    slices: tuple[int, ...]
+    times: int
+    perturbed: tuple[bool, ...]
+
+
+# Returns a body as a function with a derivative rule.
+WrapBody: TypeAlias = Callable[[Body], Callable[..., Sequence[Any]]]
 
 
 def has_bodies(closed: ClosedJaxpr) -> bool:
@@ -66,20 +87,25 @@ def alive_values(graph: Graph, activations: Sequence[int]) -> set[int]:
 
 
 def with_wrapped_bodies(
-    closed: ClosedJaxpr, activations: tuple[int, ...], wrap: WrapBody
+    closed: ClosedJaxpr,
+    activations: tuple[int, ...],
+    perturbed: Sequence[bool],
+    wrap: WrapBody,
 ) -> Callable[..., list[Any]]:
     """Returns the program as a function whose loops and branches are wrapped.
 
     Args:
         closed: The program, not differentiated yet.
         activations: Its arguments that nothing keeps alive for the backward pass.
-        wrap: What is done to a body.
+        perturbed: For every argument, whether it is differentiated.
+        wrap: Wraps a body.
 
     Returns:
         A function of the program's arguments.
     """
     graph = flatten(closed, is_differentiated=False)
     alive = alive_values(graph, activations)
+    moving = _perturbed_values(graph, perturbed)
 
     def function(*arguments: Any) -> list[Any]:
         env: dict[int, Any] = dict(enumerate(arguments))
@@ -89,9 +115,10 @@ def with_wrapped_bodies(
                 run = _scan if equation.primitive == "scan" else _cond
                 atoms = equation.operand_atoms
                 lives = [isinstance(a, Constant) or a in alive for a in atoms]
+                moves = [a in moving for a in atoms]
                 with jax.named_scope(equation.name_stack or "loop"):
                     outputs = call_instead(
-                        equation, run(equation, lives, wrap), look_up(atoms, env)
+                        equation, run(equation, lives, moves, wrap), look_up(atoms, env)
                     )
             else:
                 outputs = evaluate(equation, look_up(equation.inputs, env))
@@ -101,22 +128,94 @@ def with_wrapped_bodies(
     return function
 
 
+def _perturbed_values(graph: Graph, perturbed: Sequence[bool]) -> set[Atom]:
+    """Returns the values that depend on arguments that are differentiated.
+
+    JAX asks for the derivative of a body with some of its arguments perturbed, then
+    with more, then with the first again, and takes the residuals of one for those of
+    the other. So the rule of a body is always that of all that are ever perturbed.
+    """
+    moving: set[Atom] = {n for n, moves in enumerate(perturbed) if moves}
+    for eqn in graph.equations:
+        moves = [atom in moving for atom in eqn.operand_atoms]
+        if not any(moves) or eqn.primitive == "stop_gradient":
+            continue
+        outputs = [True] * len(eqn.jaxpr.eqns[0].outvars)
+        if eqn.primitive == "scan":
+            outputs = _perturbed_by_scan(eqn, moves)[1]
+        elif eqn.primitive == "cond":
+            found = [_perturbed_outputs(b, moves[1:]) for b in bodies(eqn)]
+            outputs = [any(of_branches) for of_branches in zip(*found, strict=True)]
+        found_here = call_instead(eqn, lambda *_, found=outputs: found, ())
+        pairs = zip(eqn.outputs, found_here, strict=True)
+        moving.update(v for v, moves in pairs if moves and _is_inexact(graph.avals[v]))
+    return moving
+
+
+def perturbed_values(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> set[Atom]:
+    """Returns the values that depend on arguments that are differentiated.
+
+    Args:
+        closed: A program, not differentiated yet.
+        perturbed: For every argument, whether it is differentiated.
+
+    Returns:
+        The values, numbered as in `flatten`.
+    """
+    return _perturbed_values(flatten(closed, is_differentiated=False), perturbed)
+
+
+def _perturbed_outputs(body: ClosedJaxpr, perturbed: Sequence[bool]) -> list[bool]:
+    graph = flatten(body, is_differentiated=False)
+    moving = _perturbed_values(graph, perturbed)
+    return [atom in moving for atom in graph.outputs]
+
+
+def _perturbed_by_scan(
+    equation: Equation, perturbed: Sequence[bool]
+) -> tuple[list[bool], list[bool]]:
+    """Returns which arguments and results of a loop's body are perturbed in the end."""
+    num_consts, num_carry = scan_arity(equation)
+    first_x = num_consts + num_carry
+    (body,) = bodies(equation)
+    moves = list(perturbed)
+    while True:
+        outputs = _perturbed_outputs(body, moves)
+        carried = [
+            before or after
+            for before, after in zip(moves[num_consts:first_x], outputs, strict=False)
+        ]
+        if carried == moves[num_consts:first_x]:
+            return moves, [*carried, *outputs[num_carry:]]
+        moves[num_consts:first_x] = carried
+
+
+def _is_inexact(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
 def _scan(
-    equation: Equation, lives: Sequence[bool], wrap: WrapBody
+    equation: Equation, lives: Sequence[bool], moves: Sequence[bool], wrap: WrapBody
 ) -> Callable[..., list[Any]]:
     params = equation.params
     num_consts, num_carry = scan_arity(equation)
     first_x = num_consts + num_carry
     (body,) = bodies(equation)
     function = wrap(
-        body,
-        tuple(
-            number
-            for number, lives_on in enumerate(lives)
-            if num_consts <= number < first_x or (number >= first_x and not lives_on)
-        ),
-        tuple(n for n, lives_on in enumerate(lives) if n >= first_x and lives_on),
-        params["length"],
+        Body(
+            body,
+            activations=tuple(
+                number
+                for number, lives_on in enumerate(lives)
+                if num_consts <= number < first_x
+                or (number >= first_x and not lives_on)
+            ),
+            slices=tuple(
+                n for n, lives_on in enumerate(lives) if n >= first_x and lives_on
+            ),
+            times=params["length"],
+            perturbed=tuple(_perturbed_by_scan(equation, moves)[0]),
+        )
     )
 
     def run(*operands: Any) -> list[Any]:
@@ -140,11 +239,14 @@ def _scan(
 
 
 def _cond(
-    equation: Equation, lives: Sequence[bool], wrap: WrapBody
+    equation: Equation, lives: Sequence[bool], moves: Sequence[bool], wrap: WrapBody
 ) -> Callable[..., list[Any]]:
     # The first operand is the number of the branch.
     activations = tuple(n for n, lives_on in enumerate(lives[1:]) if not lives_on)
-    branches = [wrap(branch, activations, (), 1) for branch in bodies(equation)]
+    branches = [
+        wrap(Body(branch, activations, (), 1, tuple(moves[1:])))
+        for branch in bodies(equation)
+    ]
 
     def run(index: Any, *operands: Any) -> list[Any]:
         return list(lax.switch(index, branches, *operands))

@@ -65,12 +65,22 @@ def _made_of_rows(jaxpr: jex_core.Jaxpr, num_rows: int) -> set[Any] | None:
 
     `None` if not all that is made has them, or of something more is read than the row.
     """
-    made: set[Any] = set()
     whole: set[Any] = set()
+    # A result can be an operand as it is.
+    made = {
+        v for v in jaxpr.outvars if v in jaxpr.invars and _shape(v)[:1] == (num_rows,)
+    }
     for eqn in jaxpr.eqns:
         (result,) = eqn.outvars if len(eqn.outvars) == 1 else (None,)
-        if result is None or _shape(result)[:1] != (num_rows,):
+        operands = {v for v in eqn.invars if not isinstance(v, jex_core.Literal)}
+        if result is None:
             return None
+        if _shape(result)[:1] != (num_rows,):
+            # A statistic of all rows, made ready to be read with each.
+            if not operands.isdisjoint(made):
+                return None
+            whole.update((result, *operands))
+            continue
         by_rows = _reads_rows(eqn, num_rows)
         if by_rows is None:
             return None
@@ -171,7 +181,7 @@ def _evaluate(
             results = [convolve_in_loop(read, params)]
         else:
             for name in ("shape", "new_sizes"):
-                if name in params:
+                if params.get(name, ())[:1] == (num_rows,):
                     params[name] = (num_there, *params[name][1:])
             eqn = summing_rows(eqn.replace(params=params), read)
             results = [eqn.primitive.bind(*read, **eqn.params)]

@@ -1,14 +1,28 @@
 """What is known of JAX's primitives: which are cheap to run again, which jump."""
 
+import math
+
+
 # Continuous in every operand: a small error of an operand is a small error of the
-# result. `bounded_exp` is in `bounded_exp.py`.
+# result. `bounded_exp` is in `bounded_exp.py`; `normalized` and `scaled_back`, in
+# `dafjax/_plan/normalized.py`, read statistics beside.
 _ELEMENTWISE = frozenset(
     [
         *("abs", "add", "add_any", "asinh", "atan", "atan2", "bounded_exp", "cbrt"),
-        *("clamp", "conj", "convert_element_type", "copy", "copy_p", "cos", "div"),
+        *(
+            "clamp",
+            "complex",
+            "conj",
+            "convert_element_type",
+            "copy",
+            "copy_p",
+            "cos",
+            "div",
+        ),
         *("erf", "erfc", "imag", "integer_pow", "logistic", "max", "min", "mul"),
-        *("neg", "one_minus_square", "real", "reduce_precision", "select_n", "sin"),
-        *("sqrt", "square", "stop_gradient", "sub", "tanh"),
+        *("neg", "normalized", "one_minus_square", "real", "reduce_precision"),
+        *("scaled_back", "select_n", "sin", "sqrt", "square", "stop_gradient", "sub"),
+        "tanh",
     ]
 )
 
@@ -39,6 +53,18 @@ _DISCONTINUOUS = frozenset(
 
 _PERIODIC = frozenset(["cos", "sin"])
 
+# Beyond these arguments they are 1 or -1 to the last bit of a float32. (A logistic
+# function is not among them: it goes to 0, and its logarithm does not.)
+_SATURATING = {"erf": 4.0, "tanh": 9.5}
+
+# Of complex numbers they have poles or branches, or grow like an exponential.
+_WILD_IF_COMPLEX = frozenset(
+    [
+        *("asinh", "atan", "cbrt", "cos", "erf", "erfc", "logistic", "sin", "sqrt"),
+        "tanh",
+    ]
+)
+
 _REARRANGING = frozenset(
     [
         *("broadcast_in_dim", "concatenate", "device_put", "dynamic_slice"),
@@ -67,8 +93,21 @@ _REDUCING = frozenset(
     ]
 )
 
+# Small arrays that say what is drawn, and the drawing itself.
+_KEY_MAKING = frozenset(
+    [
+        *("random_clone", "random_fold_in", "random_seed", "random_split"),
+        *("random_unwrap", "random_wrap"),
+    ]
+)
+_DRAWING = frozenset(["random_bits", "rng_bit_generator", "threefry2x32"])
+
 _CONTINUOUS = _ELEMENTWISE | _REARRANGING | _PLACING | _REDUCING
-_CHEAP = _CONTINUOUS | _AMPLIFYING | _DISCONTINUOUS
+# Their results are integers, or bits that mean something else.
+_COUNTING = frozenset(
+    ["argmax", "argmin", "bitcast_convert_type", "clz", "population_count"]
+)
+_CHEAP = _CONTINUOUS | _AMPLIFYING | _DISCONTINUOUS | _KEY_MAKING | _COUNTING
 
 _ELEMENT_BY_ELEMENT = (_ELEMENTWISE | _AMPLIFYING | _DISCONTINUOUS) - {
     *("cumprod", "reduce_prod")
@@ -79,12 +118,21 @@ _LINEAR_IN_ALL = (
     | _PLACING
     | _PRODUCTS
     | {
-        *("add", "add_any", "conj", "convert_element_type", "copy", "copy_p", "cumsum"),
+        *(
+            "add",
+            "add_any",
+            "complex",
+            "conj",
+            "convert_element_type",
+            "copy",
+            "copy_p",
+            "cumsum",
+        ),
         *("imag", "mul", "neg", "real", "reduce_precision", "reduce_sum"),
         *("reduce_window_sum", "stop_gradient", "sub"),
     }
 )
-_LINEAR_IN_FIRST = frozenset(["div"])
+_LINEAR_IN_FIRST = frozenset(["div", "normalized", "scaled_back"])
 # They choose by what is exact; the first two are of `pooling.py` and `rectifiers.py`
 # in `dafjax/_plan`.
 _LINEAR_BUT_FIRST = frozenset(["pick_places", "select_rectified", "select_n"])
@@ -119,6 +167,11 @@ def is_cheap(primitive: str) -> bool:
     return primitive in _CHEAP
 
 
+def draws(primitive: str) -> bool:
+    """Returns whether an operation makes random bits, the same from the same key."""
+    return primitive in _DRAWING
+
+
 def is_elementwise(primitive: str) -> bool:
     """Returns whether each element of the result is made of those in its place.
 
@@ -140,19 +193,36 @@ def sums_codes(primitive: str) -> bool:
     return primitive == "sum_of_codes"
 
 
-def is_continuous(primitive: str) -> bool:
-    """Returns whether a small error of an operand stays small in a floating result."""
+def is_continuous(primitive: str, *, is_complex: bool = False) -> bool:
+    """Returns whether a small error of an operand stays small in a floating result.
+
+    Args:
+        primitive: The operation.
+        is_complex: Whether the result is complex.
+    """
+    if is_complex and primitive in _WILD_IF_COMPLEX:
+        return False
     return primitive in _CONTINUOUS
 
 
-def is_amplifying(primitive: str) -> bool:
-    """Returns whether a small error of an operand can be a huge one of the result."""
-    return primitive in _AMPLIFYING
+def is_amplifying(primitive: str, *, is_complex: bool = False) -> bool:
+    """Returns whether a small error of an operand can be a huge one of the result.
+
+    Args:
+        primitive: The operation.
+        is_complex: Whether the result is complex.
+    """
+    return primitive in _AMPLIFYING or (is_complex and primitive in _WILD_IF_COMPLEX)
 
 
 def is_periodic(primitive: str) -> bool:
     """Returns whether only an operand's phase matters, in periods of 2 pi."""
     return primitive in _PERIODIC
+
+
+def saturation_limit(primitive: str) -> float:
+    """Returns the magnitude beyond which an operation is constant, or infinity."""
+    return _SATURATING.get(primitive, math.inf)
 
 
 def linear_operands(primitive: str, num_operands: int) -> range:
@@ -201,6 +271,11 @@ def is_reduction(primitive: str, num_elements: int, reduced_from: int) -> bool:
 # A raw value this many times smaller than what it was reduced from costs no more than
 # the codes of that would at 2 bits of 32.
 _REDUCTION = 16
+
+
+def compares_equality(primitive: str) -> bool:
+    """Returns whether a result flips where an operand rounds otherwise."""
+    return primitive in ("eq", "ne")
 
 
 def converts(primitive: str) -> bool:

@@ -1,0 +1,136 @@
+"""Noise of gradients, array by array, over a zoo of networks that nobody tuned for.
+
+The noise of a parameter array is the norm of the compressed gradient less the exact
+one, over the norm of the exact one. Arrays whose gradient is zero up to rounding are
+left out. The column `mean` has the same of the mean over all seeds, which shrinks with
+the square root of their number as long as the gradient has no bias.
+
+Examples:
+    python -m benchmarks.gradient_noise
+    python -m benchmarks.gradient_noise --networks 'layer_*' --bits 8
+"""
+
+import dataclasses
+import fnmatch
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import dafjax
+from benchmarks.environment import RESULTS, describe_environment, write_result
+from benchmarks.tables import make_console, make_table
+from benchmarks.zoo import NETWORKS, SCALED, Network
+
+
+Record = dict[str, Any]
+
+# A gradient this much smaller than the whole is zero up to rounding.
+_ZERO = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    networks: tuple[str, ...] = ("*",)
+    """Patterns of names."""
+    bits: tuple[int, ...] = (2, 8)
+    """Bits of the codes."""
+    seeds: int = 16
+    """Seeds of the rounding noise."""
+    worst: int = 0
+    """So many of the noisiest arrays of each network are printed."""
+    out: pathlib.Path = RESULTS / "gradient_noise.json"
+    """The file to write."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        description=__doc__,
+        prog="python -m benchmarks.gradient_noise",
+    )
+    environment = describe_environment()
+    console = make_console()
+    records = []
+    for name, make in {**NETWORKS, **SCALED}.items():
+        if not any(fnmatch.fnmatchcase(name, p) for p in options.networks):
+            continue
+        network = make()
+        for bits in options.bits:
+            record = {"network": name, **measure(network, bits, options.seeds)}
+            records.append(record)
+            console.print(_row(record), highlight=False)
+            arrays = sorted(
+                record["arrays"].items(), key=lambda item: -item[1]["noise"]
+            )
+            for path, array in arrays[: options.worst]:
+                console.print(f"    {path}: {array}", highlight=False)
+    columns = ("bits", "median", "95 %", "worst", "mean: median", "95 %")
+    console.print(
+        make_table(
+            "Noise over norm, by parameter array",
+            left=("network",),
+            right=columns,
+            rows=[_row(record).split() for record in records],
+        )
+    )
+    write_result(options.out, environment, {"networks": records})
+
+
+def measure(network: Network, bits: int, num_seeds: int) -> Record:
+    """Returns the noise of a network's gradient at some bits.
+
+    Args:
+        network: The network.
+        bits: Bits of the codes.
+        num_seeds: Seeds of the rounding noise.
+    """
+    exact = jax.jit(jax.grad(network.loss))(network.params, *network.batch)
+
+    @jax.jit
+    def compressed(seed: jax.Array, params: Any, *batch: jax.Array) -> Any:
+        loss = dafjax.remat_compress(network.loss, bits=bits, seed=seed)
+        return jax.grad(loss)(params, *batch)
+
+    draws = [
+        compressed(jnp.uint32(1000 + 7 * seed), network.params, *network.batch)
+        for seed in range(num_seeds)
+    ]
+    leaves = jax.tree_util.tree_leaves_with_path(exact)
+    total = np.sqrt(sum(float(jnp.vdot(g, g)) for _, g in leaves))
+    arrays = {}
+    for n, (path, g) in enumerate(leaves):
+        g = np.asarray(g, np.float64)
+        norm = np.linalg.norm(g)
+        if norm > _ZERO * total:
+            errors = [np.asarray(jax.tree.leaves(d)[n], np.float64) - g for d in draws]
+            noise = np.mean([np.linalg.norm(e) for e in errors]) / norm
+            of_mean = np.linalg.norm(np.mean(errors, 0)) / norm
+            arrays[jax.tree_util.keystr(path)] = {
+                "noise": float(noise),
+                "of_mean": float(of_mean),
+            }
+    return {"bits": bits, "seeds": num_seeds, "arrays": arrays}
+
+
+def _row(record: Record) -> str:
+    noise = [array["noise"] for array in record["arrays"].values()]
+    of_mean = [array["of_mean"] for array in record["arrays"].values()]
+    figures = [
+        *np.percentile(noise, (50, 95, 100)),
+        *np.percentile(of_mean, (50, 95)),
+    ]
+    cells = [record["network"], str(record["bits"]), *(f"{x:.4f}" for x in figures)]
+    return "  ".join(cells)
+
+
+if __name__ == "__main__":
+    main()

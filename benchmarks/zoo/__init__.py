@@ -1,0 +1,18 @@
+"""Small networks of other people's kinds, none of which dafjax was tuned for.
+
+Each module has functions that return a `Network`; `NETWORKS` lists them by name.
+"""
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.zoo import convolutional, others, recurrent, transformers
+from benchmarks.zoo.network import Network as Network
+from benchmarks.zoo.scaled import SCALED as SCALED
+
+
+NETWORKS: Mapping[str, Callable[[], Network]] = {
+    **convolutional.NETWORKS,
+    **transformers.NETWORKS,
+    **recurrent.NETWORKS,
+    **others.NETWORKS,
+}

@@ -1,0 +1,147 @@
+"""Convolutional networks, with each of the norms."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from benchmarks.zoo.network import Network, classifier, normal
+
+
+def _batch_norm() -> nn.Module:
+    return nn.BatchNorm(use_running_average=False)
+
+
+def _separable(x: jax.Array, channels: int, stride: int) -> jax.Array:
+    """A depthwise and a pointwise convolution, each with batch norm and ReLU."""
+    width = x.shape[-1]
+    x = nn.Conv(width, (3, 3), stride, feature_group_count=width, use_bias=False)(x)
+    x = nn.relu(_batch_norm()(x))
+    x = nn.Conv(channels, (1, 1), use_bias=False)(x)
+    return nn.relu(_batch_norm()(x))
+
+
+class MobileNet(nn.Module):
+    """MobileNetV1 (Howard et al., 2017), `[batch, height, width, 3]`."""
+
+    width: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layers = [(64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2)]
+        layers += [(512, 1)] * 5 + [(1024, 2), (1024, 1)]
+        x = nn.Conv(int(32 * self.width), (3, 3), 2, use_bias=False)(x)
+        x = nn.relu(_batch_norm()(x))
+        for channels, stride in layers:
+            x = _separable(x, int(channels * self.width), stride)
+        return nn.Dense(10)(jnp.mean(x, (1, 2)))
+
+
+class EfficientNet(nn.Module):
+    """Inverted bottlenecks with squeeze-and-excitation (Tan and Le, 2019)."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.silu(_batch_norm()(nn.Conv(16, (3, 3), use_bias=False)(x)))
+        for channels, stride in [(16, 1), (24, 2), (24, 1), (40, 2), (40, 1)]:
+            x = self._block(x, channels, stride)
+        return nn.Dense(10)(jnp.mean(x, (1, 2)))
+
+    def _block(self, x: jax.Array, channels: int, stride: int) -> jax.Array:
+        width = 4 * x.shape[-1]
+        y = nn.silu(_batch_norm()(nn.Conv(width, (1, 1), use_bias=False)(x)))
+        y = nn.Conv(width, (3, 3), stride, feature_group_count=width, use_bias=False)(y)
+        y = nn.silu(_batch_norm()(y))
+        squeezed = jnp.mean(y, (1, 2), keepdims=True)
+        squeezed = nn.silu(nn.Conv(x.shape[-1] // 4, (1, 1))(squeezed))
+        y = y * nn.sigmoid(nn.Conv(width, (1, 1))(squeezed))
+        y = _batch_norm()(nn.Conv(channels, (1, 1), use_bias=False)(y))
+        return x + y if x.shape == y.shape else y
+
+
+class ConvNeXt(nn.Module):
+    """Depthwise 7 x 7, layer norm, MLP (Liu et al., 2022)."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.LayerNorm()(nn.Conv(48, (4, 4), 4)(x))
+        for _ in range(3):
+            y = nn.Conv(48, (7, 7), feature_group_count=48)(x)
+            y = nn.gelu(nn.Dense(192)(nn.LayerNorm()(y)))
+            y = nn.Dense(48)(y)
+            scale = self.param(f"scale_{_}", nn.initializers.constant(0.5), (48,))
+            x = x + scale * y
+        return nn.Dense(10)(nn.LayerNorm()(jnp.mean(x, (1, 2))))
+
+
+class ResidualNet(nn.Module):
+    """Residual blocks of two convolutions with norms of one kind."""
+
+    norm: Callable[[], Any]
+    channels: int = 32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(self.norm()(nn.Conv(self.channels, (3, 3))(x)))
+        for _ in range(3):
+            y = nn.relu(self.norm()(nn.Conv(self.channels, (3, 3))(x)))
+            y = self.norm()(nn.Conv(self.channels, (3, 3))(y))
+            x = nn.relu(x + y)
+        return nn.Dense(10)(jnp.mean(x, (1, 2)))
+
+
+class UNet(nn.Module):
+    """An encoder and a decoder with skips and group norms, for diffusion."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        skips = []
+        for width in (16, 32, 64):
+            x = nn.silu(nn.GroupNorm(8)(nn.Conv(width, (3, 3))(x)))
+            skips.append(x)
+            x = nn.avg_pool(x, (2, 2), (2, 2))
+        x = nn.silu(nn.GroupNorm(8)(nn.Conv(64, (3, 3))(x)))
+        for width, skip in zip((64, 32, 16), reversed(skips), strict=True):
+            x = jax.image.resize(x, skip.shape[:3] + x.shape[3:], "nearest")
+            x = jnp.concatenate([x, skip], -1)
+            x = nn.silu(nn.GroupNorm(8)(nn.Conv(width, (3, 3))(x)))
+        return nn.Conv(3, (3, 3))(x)
+
+
+def _unet() -> Network:
+    module = UNet()
+    x = normal(2, 8, 32, 32, 3)
+    params = module.init(jax.random.key(0), x)["params"]
+
+    def loss(params: Any, x: jax.Array, noise: jax.Array) -> jax.Array:
+        return jnp.mean((module.apply({"params": params}, x) - noise) ** 2)
+
+    return Network(loss, params, (x, normal(3, *x.shape)))
+
+
+def _images(size: int, batch: int = 16) -> jax.Array:
+    return normal(2, batch, size, size, 3)
+
+
+NETWORKS: Mapping[str, Callable[[], Network]] = {
+    "mobilenet": lambda: classifier(MobileNet(), _images(64), per_token=False),
+    "efficientnet": lambda: classifier(EfficientNet(), _images(32), per_token=False),
+    "convnext": lambda: classifier(ConvNeXt(), _images(64), per_token=False),
+    "batch_norm_32": lambda: classifier(
+        ResidualNet(_batch_norm), _images(16), per_token=False
+    ),
+    "batch_norm_few": lambda: classifier(
+        ResidualNet(_batch_norm), _images(16, batch=2), per_token=False
+    ),
+    "group_norm_64": lambda: classifier(
+        ResidualNet(lambda: nn.GroupNorm(8), channels=64),
+        _images(16),
+        per_token=False,
+    ),
+    "instance_norm_32": lambda: classifier(
+        ResidualNet(nn.InstanceNorm), _images(16), per_token=False
+    ),
+    "unet": _unet,
+}

@@ -1,0 +1,59 @@
+"""Networks with a loop over time."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.zoo.network import Network, classes, classifier, normal
+
+
+class GRU(nn.Module):
+    """Two layers of gated recurrent units."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = nn.RNN(nn.GRUCell(64))(x)
+        return nn.Dense(10)(x[:, -1])
+
+
+class Mamba(nn.Module):
+    """Selective state spaces (Gu and Dao, 2023), as an associative scan."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(64, 64)(tokens)
+        for _ in range(2):
+            x = x + self._mix(nn.RMSNorm()(x))
+        return nn.Dense(64)(nn.RMSNorm()(x))
+
+    def _mix(self, x: jax.Array) -> jax.Array:
+        width, states = 2 * x.shape[-1], 8
+        y, gate = jnp.split(nn.Dense(2 * width)(x), 2, -1)
+        y = nn.silu(
+            nn.Conv(width, (4,), feature_group_count=width, padding="CAUSAL")(y)
+        )
+        step = nn.softplus(nn.Dense(width)(nn.Dense(4)(y)))
+        read, write = jnp.split(nn.Dense(2 * states)(y), 2, -1)
+        rate = -jnp.exp(jnp.log(jnp.arange(1.0, states + 1)))
+        decay = jnp.exp(step[..., None] * rate)
+        drive = (step * y)[..., None] * write[:, :, None]
+
+        def combine(a: Any, b: Any) -> Any:
+            return a[0] * b[0], b[0] * a[1] + b[1]
+
+        _, state = lax.associative_scan(combine, (decay, drive), axis=1)
+        y = jnp.einsum("btds,bts->btd", state, read) + y
+        return nn.Dense(x.shape[-1])(y * nn.silu(gate))
+
+
+NETWORKS: Mapping[str, Callable[[], Network]] = {
+    "gru": lambda: classifier(GRU(), normal(2, 32, 32, 16), per_token=False),
+    "mamba": lambda: classifier(
+        Mamba(), classes(2, 64, 8, 64), num_classes=64, per_token=True
+    ),
+}

@@ -1,0 +1,67 @@
+"""A layer before a norm, with activations of very different scale."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.zoo.network import Network, normal, weights
+
+
+_NUM_ROWS = 512
+_NUM_GROUPS = 4
+
+
+def _layer(h: jax.Array) -> jax.Array:
+    centered = h - jnp.mean(h, -1, keepdims=True)
+    return centered * lax.rsqrt(jnp.var(h, -1, keepdims=True) + 1e-6)
+
+
+def _rms(h: jax.Array) -> jax.Array:
+    return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+
+
+def _group(h: jax.Array) -> jax.Array:
+    return _layer(h.reshape(len(h), _NUM_GROUPS, -1)).reshape(h.shape)
+
+
+def _l2(h: jax.Array) -> jax.Array:
+    return h / (jnp.sqrt(jnp.sum(h * h, -1, keepdims=True)) + 1e-6)
+
+
+_NORMS = {"layer": _layer, "rms": _rms, "group": _group, "l2": _l2}
+
+
+def _scales(per: str, width: int) -> jax.Array:
+    """Returns `exp(N(0, 2^2))` for each row, head or channel, `[rows, width]`."""
+    shape = {
+        "row": (_NUM_ROWS, 1),
+        "head": (_NUM_ROWS, _NUM_GROUPS),
+        "channel": (1, width),
+    }[per]
+    scales = jnp.exp(2 * normal(5, *shape))
+    return jnp.repeat(scales, width // shape[1], 1)
+
+
+def _network(norm: Callable[[jax.Array], jax.Array], per: str, width: int) -> Network:
+    def loss(params: Any, x: jax.Array, scales: jax.Array) -> jax.Array:
+        # The sum is stored, as large as the scales make it.
+        h = (x @ params["first"]) * scales + (x @ params["other"]) * scales
+        h = norm(h)
+        y = jax.nn.relu(h) @ params["second"]
+        return jnp.mean(y**2)
+
+    names = ("first", "second", "other")
+    params = {name: weights(n, width, width) for n, name in enumerate(names, 10)}
+    return Network(loss, params, (normal(3, _NUM_ROWS, width), _scales(per, width)))
+
+
+SCALED: Mapping[str, Callable[[], Network]] = {
+    f"{name}_{per}_{width}": functools.partial(_network, norm, per, width)
+    for name, norm in _NORMS.items()
+    for per in ("row", "head", "channel")
+    for width in (48, 64, 160, 320)
+}

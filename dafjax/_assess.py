@@ -1,0 +1,386 @@
+"""What compression does to the gradient of a loss, measured before it is trained."""
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dafjax._adaptive_jit import measure_variances
+from dafjax._bits import AnyBits
+from dafjax._bits_in_force import AS_PLANNED, putting_in_force
+from dafjax._nbytes import parse_nbytes, readable
+from dafjax._plan.recorder import record_plans
+from dafjax._plan.sites import place_of, site_names
+from dafjax._remat_compress import remat_compress
+from dafjax._table import align
+from dafjax._targets import AverageBits
+
+
+# A gradient this much smaller than the whole is zero up to rounding.
+_ZERO = 1e-6
+
+_MOST_RESIDUALS = 8
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ArrayNoise:
+    """What compression does to the gradient of one parameter array.
+
+    All figures are relative to the norm of the exact gradient.
+
+    Attributes:
+        noise: The norm of the error, root mean square over seeds.
+        bias: The norm of the mean error, estimated without the noise; 0 if the
+            estimate is negative.
+        bias_error: The standard error of that, in squares: `bias ** 2` is within two of
+            them with 95 % confidence.
+    """
+
+    noise: float
+    bias: float
+    bias_error: float
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What was measured at some bits.
+
+    Attributes:
+        bits: The option `bits` of `remat_compress`.
+        arrays: By the path of each parameter array that has a gradient.
+        temp_nbytes: Temporary bytes of the compiled gradient.
+        seconds: Time of one gradient, median.
+        ratio: That time over the time of the plain gradient in the same round, median.
+    """
+
+    bits: str
+    arrays: Mapping[str, ArrayNoise]
+    temp_nbytes: int
+    seconds: float
+    ratio: float
+
+    def noise(self, percentile: float) -> float:
+        """Returns a percentile of the noise of all arrays."""
+        noise = [array.noise for array in self.arrays.values()]
+        return float(np.percentile(noise, percentile)) if noise else 0.0
+
+    @property
+    def bias(self) -> tuple[float, float]:
+        """The bias over all arrays, root mean square, and its upper bound at 95 %."""
+        squares = [a.bias**2 for a in self.arrays.values()] or [0.0]
+        errors = [a.bias_error**2 for a in self.arrays.values()] or [0.0]
+        mean, error = np.mean(squares), np.sqrt(np.sum(errors)) / len(errors)
+        return float(np.sqrt(mean)), float(np.sqrt(mean + 2 * error))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class NoisyResidual:
+    """One residual, and its share of the variance of the gradient at 2 bits.
+
+    Attributes:
+        name: Its place in the model, and its primitive.
+        share: From 0 to 1.
+        source: The user's line that makes it.
+    """
+
+    name: str
+    share: float
+    source: str
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Assessment:
+    """What compression does to a gradient. Prints as two tables.
+
+    Attributes:
+        settings: One for each number of bits.
+        plain_temp_nbytes: Temporary bytes of the plain gradient.
+        residuals: Those that bring most of the noise, the worst first.
+        num_examples: The examples that it was measured on, if not all.
+    """
+
+    settings: tuple[Setting, ...]
+    plain_temp_nbytes: int
+    residuals: tuple[NoisyResidual, ...]
+    num_examples: int | None = None
+
+    def to_json(self) -> str:
+        """Returns all figures as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        header = ("bits", "noise: median", "95 %", "worst", "bias", "at most", "temp")
+        rows: list[tuple[str, ...]] = [(*header, "of plain", "time")]
+        for setting in self.settings:
+            bias, most = setting.bias
+            rows.append(
+                (
+                    setting.bits,
+                    *(f"{setting.noise(p):.3f}" for p in (50, 95, 100)),
+                    f"{bias:.3f}",
+                    f"{most:.3f}",
+                    readable(setting.temp_nbytes),
+                    f"{setting.temp_nbytes / max(self.plain_temp_nbytes, 1):.2f}",
+                    f"{setting.ratio:.2f}",
+                )
+            )
+        lines = [align(rows, right=range(1, len(rows[0])))]
+        if self.residuals:
+            found = [(r.name, f"{r.share:.0%}", r.source) for r in self.residuals]
+            titles = ("residuals that bring most noise", "share", "source")
+            lines += ["", align([titles, *found], right={1})]
+        if self.num_examples is not None:
+            lines += ["", f"Measured on {self.num_examples} examples: see `memory`."]
+        return "\n".join(lines)
+
+
+def assess(
+    loss: Callable[..., Any],
+    params: Any,
+    *batch: Any,
+    bits: Sequence[AnyBits] = (8, 4, 2),
+    seeds: int = 8,
+    rounds: int = 3,
+    has_aux: bool = False,
+    memory: int | str | None = None,
+    **options: Any,
+) -> Assessment:
+    """Measures noise, bias, memory and time of a compressed gradient.
+
+    Runs the plain gradient and the compressed one a few times each, on this device. It
+    is worth a minute before a model is trained. The noise of a parameter array is the
+    norm of the error of its gradient over the norm of the exact gradient. A noise of 1
+    is mostly harmless, for the noise that a minibatch brings is larger, and averages
+    out over steps; a bias does not.
+
+    Args:
+        loss: The loss, not wrapped: `loss(params, *batch)`, a scalar.
+        params: The parameters, a pytree of arrays.
+        *batch: The other arguments.
+        bits: The settings to measure, each as `remat_compress` takes `bits`.
+        seeds: How many seeds of the rounding noise, at least 2.
+        rounds: How often each gradient is timed.
+        has_aux: Whether `loss` returns a pair, as in `jax.grad`.
+        memory: Bytes that the plain gradient may take, as `"4GiB"`. If it takes more,
+            a part of the examples is measured: of all arrays of `batch` that have as
+            many rows as the first. `None`: no limit.
+        **options: Other options of `remat_compress`.
+
+    Returns:
+        The figures, which print as tables.
+
+    Raises:
+        TypeError: An option has a wrong type.
+        ValueError: `seeds` is less than 2, or no part of the batch fits.
+
+    Example:
+        >>> import dafjax, jax, jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+        >>> w = jax.random.normal(jax.random.key(0), (64, 64))
+        >>> x = jax.random.normal(jax.random.key(1), (512, 64))
+        >>> found = dafjax.assess(loss, w, x, bits=(8, 2), rounds=1)
+        >>> found.settings[0].noise(50) < found.settings[1].noise(50) < 1
+        True
+    """
+    if seeds < 2:
+        raise ValueError(
+            f"`assess(seeds=...)` must be at least 2 to tell noise from bias, but got "
+            f"{seeds}."
+        )
+    plain, batch, num_examples = _fitting(loss, params, batch, has_aux, memory)
+    exact = _leaves(plain(params, *batch))
+    compiled = {}
+    draws = {}
+    for setting in bits:
+        run = _compile(loss, params, batch, has_aux, bits=setting, **options)
+        compiled[str(setting)] = run
+        draws[str(setting)] = [
+            _leaves(run(jnp.uint32(s), params, *batch)) for s in range(seeds)
+        ]
+    times = _time(plain, compiled, (params, *batch), rounds)
+    settings = tuple(
+        Setting(
+            bits=name,
+            arrays=array_noise(exact, draws[name]),
+            temp_nbytes=_temp_nbytes(run),
+            seconds=statistics.median(seconds for seconds, _ in times[name]),
+            ratio=statistics.median(ratio for _, ratio in times[name]),
+        )
+        for name, run in compiled.items()
+    )
+    return Assessment(
+        settings=settings,
+        plain_temp_nbytes=_temp_nbytes(plain),
+        residuals=_noisiest(loss, params, batch, has_aux, options),
+        num_examples=num_examples,
+    )
+
+
+def array_noise(
+    exact: Mapping[str, np.ndarray], draws: Sequence[Mapping[str, np.ndarray]]
+) -> dict[str, ArrayNoise]:
+    """Returns what compression does to each array of a gradient.
+
+    Arrays whose exact gradient is zero up to rounding are left out.
+
+    Args:
+        exact: The exact gradient, by path.
+        draws: Compressed gradients, one for each seed.
+    """
+    squares = {path: float(np.vdot(g, g).real) for path, g in exact.items()}
+    total = sum(squares.values())
+    found = {}
+    for path, g in exact.items():
+        if squares[path] <= _ZERO**2 * total:
+            continue
+        errors = np.stack([draw[path] - g for draw in draws]).reshape(len(draws), -1)
+        products = (errors @ errors.conj().T).real / squares[path]
+        found[path] = _noise_of(products)
+    return found
+
+
+def _noise_of(products: np.ndarray) -> ArrayNoise:
+    """Returns noise and bias, given the inner products of the errors of all seeds."""
+    count = len(products)
+
+    def squared_bias(chosen: np.ndarray) -> float:
+        n = len(chosen)
+        return (chosen.sum() - np.trace(chosen)) / (n * (n - 1))
+
+    bias = squared_bias(products)
+    error = 0.0
+    if count > 2:
+        # The jackknife: how much the estimate depends on each seed.
+        without = [
+            squared_bias(np.delete(np.delete(products, s, 0), s, 1))
+            for s in range(count)
+        ]
+        error = np.sqrt((count - 1) * np.var(without))
+    return ArrayNoise(
+        noise=float(np.sqrt(np.trace(products) / count)),
+        bias=float(np.sqrt(max(bias, 0.0))),
+        bias_error=float(error),
+    )
+
+
+def _fitting(
+    loss: Callable[..., Any],
+    params: Any,
+    batch: tuple[Any, ...],
+    has_aux: bool,
+    memory: int | str | None,
+) -> tuple[Any, tuple[Any, ...], int | None]:
+    """Compiles the plain gradient; returns it, its batch and the number of examples."""
+    limit = None if memory is None else parse_nbytes("assess(memory=...)", memory)
+    rows = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), None)
+    count = rows
+    while True:
+        part = batch if count == rows else _first_rows(batch, rows, count)
+        gradient = jax.jit(_gradient(loss, has_aux))
+        plain = gradient.lower(params, *part).compile()
+        needed = _temp_nbytes(plain)
+        if limit is None or needed <= limit:
+            return plain, part, None if count == rows else count
+        if count is None or count == 1:
+            raise ValueError(
+                f"`assess(memory=...)`: the plain gradient of one example takes "
+                f"{readable(needed)}, more than {readable(limit)}."
+            )
+        count = max(1, count // 2)
+
+
+def _temp_nbytes(compiled: Any) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def _first_rows(batch: Any, rows: int | None, count: int | None) -> Any:
+    return jax.tree.map(
+        lambda x: x[:count] if jnp.ndim(x) and x.shape[0] == rows else x, batch
+    )
+
+
+def _compile(
+    loss: Callable[..., Any],
+    params: Any,
+    batch: tuple[Any, ...],
+    has_aux: bool,
+    **options: Any,
+) -> Any:
+    def gradient(seed: jax.Array, params: Any, *batch: Any) -> Any:
+        wrapped = remat_compress(loss, seed=seed, **options)
+        return _gradient(wrapped, has_aux)(params, *batch)
+
+    return jax.jit(gradient).lower(jnp.uint32(0), params, *batch).compile()
+
+
+def _gradient(loss: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Returns the gradient by the first argument, auxiliary results left out."""
+    gradient = jax.grad(loss, has_aux=has_aux)
+    return (lambda *args: gradient(*args)[0]) if has_aux else gradient
+
+
+def _noisiest(
+    loss: Callable[..., Any],
+    params: Any,
+    batch: tuple[Any, ...],
+    has_aux: bool,
+    options: Mapping[str, Any],
+) -> tuple[NoisyResidual, ...]:
+    """Returns the residuals that bring most of the noise at 2 bits."""
+    if options.get("rematerialize") or options.get("store") is not None:
+        return ()
+    wrapped = remat_compress(loss, bits=AverageBits(2), **options)
+    gradient = _gradient(wrapped, has_aux)
+    with record_plans() as recorder, putting_in_force(AS_PLANNED):
+        jax.make_jaxpr(gradient)(params, *batch)
+    items = {
+        name: item
+        for plan in recorder.plans.values()
+        for name, item in zip(site_names(plan), plan.kept, strict=True)
+    }
+    variances = measure_variances(gradient, params, *batch)
+    total = sum(variances.values()) or 1.0
+    ranked = sorted(variances, key=lambda name: -variances[name])
+    return tuple(
+        NoisyResidual(
+            name=place_of(items[name]) if name in items else name,
+            share=variances[name] / total,
+            source=items[name].source if name in items else "",
+        )
+        for name in ranked[:_MOST_RESIDUALS]
+    )
+
+
+def _leaves(gradient: Any) -> dict[str, np.ndarray]:
+    pairs = jax.tree_util.tree_leaves_with_path(gradient)
+    return {jax.tree_util.keystr(path) or "params": np.asarray(x) for path, x in pairs}
+
+
+def _time(
+    plain: Any, compiled: Mapping[str, Any], arguments: tuple[Any, ...], rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Returns seconds and ratios to the plain gradient, round by round."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in compiled}
+    for _ in range(rounds):
+        reference = _seconds(plain, *arguments)
+        for name, run in compiled.items():
+            seconds = _seconds(run, jnp.uint32(0), *arguments)
+            found[name].append((seconds, seconds / reference))
+    return found
+
+
+def _seconds(run: Any, *arguments: Any) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run(*arguments))
+    return time.perf_counter() - start

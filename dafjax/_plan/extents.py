@@ -1,0 +1,361 @@
+"""Over which part of a value a later statistic normalizes it.
+
+A layer norm divides each row by its own scale, a batch norm each channel, a norm of
+queries each head. Rounding noise is as large as the range of a quantization group. A
+group that holds several rows gives all of them the noise of the largest; the norm then
+divides a small row, and its noise, by the scale of the small row alone. So a group must
+not mix what a norm tells apart. This module finds, for each value, what norms keep
+apart: a scale of its own belongs to each index of the kept axes.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias, final
+
+import numpy as np
+
+from dafjax._trace.equation import Equation
+from dafjax._trace.primitives import (
+    is_amplifying,
+    is_cheap,
+    is_continuous,
+    is_elementwise,
+)
+from dafjax._trace.residuals import Program
+
+
+# The axes of an array, each as factors: their lengths, and whether a norm reduces them.
+_Factor: TypeAlias = tuple[int, bool]
+_Axes: TypeAlias = tuple[tuple[_Factor, ...], ...]
+
+# A scale of one byte for fewer elements would cost more than half a bit an element.
+_FEWEST = 16
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """The part of an array that shares one scale.
+
+    Attributes:
+        axes: The factors of each axis of the array. A norm keeps some apart, and sums
+            over the others.
+        is_centered: Whether the norm subtracts a mean over the extent.
+    """
+
+    axes: _Axes
+    is_centered: bool = False
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """The shape in which each factor is an axis."""
+        return tuple(length for length, _ in self._factors)
+
+    @property
+    def reduced(self) -> tuple[int, ...]:
+        """The axes of the view that share a scale."""
+        return tuple(n for n, (_, is_reduced) in enumerate(self._factors) if is_reduced)
+
+    @property
+    def size(self) -> int:
+        """How many elements share a scale."""
+        return math.prod(length for length, is_reduced in self._factors if is_reduced)
+
+    @property
+    def is_worth_a_scale(self) -> bool:
+        """Whether a scale costs little beside the codes of so many elements."""
+        return self.size >= _FEWEST
+
+    @property
+    def kept_strides(self) -> Iterable[tuple[int, int]]:
+        """Yields the length and the stride of each factor that is kept apart."""
+        stride = 1
+        for length, is_reduced in reversed(self._factors):
+            if not is_reduced and length > 1:
+                yield length, stride
+            stride *= length
+
+    @property
+    def _factors(self) -> tuple[_Factor, ...]:
+        return tuple(itertools.chain.from_iterable(self.axes))
+
+
+def extent_of_rows(shape: tuple[int, ...]) -> Extent:
+    """Returns an extent for each row: an index of all axes but the last."""
+    *leading, length = shape
+    return Extent((*(((n, False),) for n in leading), ((length, True),)))
+
+
+def extent_of_examples(shape: tuple[int, ...]) -> Extent:
+    """Returns an extent for each example, or one for all if examples are small."""
+    axes = tuple(((n, axis > 0 or len(shape) == 1),) for axis, n in enumerate(shape))
+    if Extent(axes).is_worth_a_scale:
+        return Extent(axes)
+    return Extent(tuple(((n, True),) for n in shape))
+
+
+def extent_of_channels(shape: tuple[int, ...]) -> Extent:
+    """Returns an extent for each channel: an index of the last axis."""
+    *leading, length = shape
+    return Extent((*(((n, True),) for n in leading), ((length, False),)))
+
+
+def find_extents(program: Program) -> dict[int, Extent]:
+    """Returns the extent of every value that the program normalizes later.
+
+    Of several extents the smallest counts.
+    """
+    producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+    found: dict[int, Extent] = {}
+    for operand, axes in _statistics_that_divide(program):
+        shape = program.avals[operand].shape
+        factors = tuple(((n, axis in axes),) for axis, n in enumerate(shape))
+        _follow(program, producers, operand, Extent(factors), found)
+    return found
+
+
+def _follow(
+    program: Program,
+    producers: Mapping[int, Equation],
+    value: int,
+    extent: Extent,
+    found: dict[int, Extent],
+) -> None:
+    """Notes the extent of a value, and of all that the value is made of cheaply."""
+    stack = [(value, extent)]
+    while stack:
+        value, extent = stack.pop()
+        known = found.get(value)
+        if known is not None and known.size <= extent.size:
+            if known.axes == extent.axes and extent.is_centered > known.is_centered:
+                found[value] = extent
+            else:
+                continue
+        eqn = producers.get(value)
+        if eqn is not None and eqn.primitive in _BOUNDED:
+            continue
+        if extent.is_worth_a_scale:
+            found[value] = extent
+        if eqn is not None:
+            stack.extend(_operands(program, producers, eqn, value, extent))
+
+
+# Their results have one scale.
+_BOUNDED = frozenset(["bounded_exp", "exp", "logistic", "tanh"])
+
+
+def _operands(
+    program: Program,
+    producers: Mapping[int, Equation],
+    eqn: Equation,
+    value: int,
+    extent: Extent,
+) -> list[tuple[int, Extent]]:
+    """Returns the operands that carry the scales of an equation's result."""
+    shape = program.avals[value].shape
+    if is_elementwise(eqn.primitive) or eqn.primitive in _ELEMENTWISE_CALLS:
+        if eqn.primitive == "sub":
+            first, second = eqn.operand_atoms
+            centers = isinstance(second, int) and _is_mean(
+                program, producers, second, extent
+            )
+            if centers and isinstance(first, int):
+                return [(first, dataclasses.replace(extent, is_centered=True))]
+        alike = [v for v in eqn.input_values if program.avals[v].shape == shape]
+        return [(v, extent) for v in alike]
+    carry = _CARRIES.get(eqn.primitive)
+    if carry is None or not eqn.input_values:
+        return []
+    operand = eqn.input_values[0]
+    axes = carry(eqn, value, program.avals[operand].shape, extent.axes)
+    return [] if axes is None else [(operand, dataclasses.replace(extent, axes=axes))]
+
+
+_ELEMENTWISE_CALLS = frozenset(["one_minus_square", "select_rectified"])
+
+
+def _is_mean(
+    program: Program, producers: Mapping[int, Equation], value: int, extent: Extent
+) -> bool:
+    """Returns whether a value, broadcast or not, has one number for each extent."""
+    eqn = producers.get(value)
+    while eqn is not None and is_cheap(eqn.primitive) and eqn.primitive != "reduce_sum":
+        eqn = producers.get(eqn.input_values[0]) if eqn.input_values else None
+    if eqn is None or eqn.primitive != "reduce_sum":
+        return False
+    num_extents = math.prod(extent.view) // extent.size
+    return program.avals[eqn.outputs[0]].size == num_extents
+
+
+_Reduction: TypeAlias = tuple[int, tuple[int, ...]]
+
+
+def _statistics_that_divide(program: Program) -> list[_Reduction]:
+    """Returns the reductions whose results, or cheap functions of them, divide.
+
+    Of each the value that it reduces, and the axes.
+    """
+    readers: dict[int, list[Equation]] = {}
+    for eqn in program.forward:
+        for value in eqn.input_values:
+            readers.setdefault(value, []).append(eqn)
+    # How few elements each value is made of.
+    sizes = {v: math.prod(aval.shape) for v, aval in enumerate(program.avals)}
+    for eqn in program.forward:
+        if eqn.primitive in _SPREADING or is_elementwise(eqn.primitive):
+            of = max((sizes[v] for v in eqn.input_values), default=0)
+            sizes.update((v, min(of, sizes[v])) for v in eqn.outputs)
+
+    def divides(reduction: Equation) -> bool:
+        (start,) = reduction.outputs
+        size = program.avals[start].size
+        stack, seen = [start], {start}
+        while stack:
+            value = stack.pop()
+            for eqn in readers.get(value, ()):
+                if eqn.primitive in _INVERTING or eqn.divisor == value:
+                    return True
+                small = all(sizes[v] <= size for v in eqn.input_values)
+                follows = is_continuous(eqn.primitive) or is_amplifying(eqn.primitive)
+                if follows and small:
+                    stack.extend(v for v in eqn.outputs if v not in seen)
+                    seen.update(eqn.outputs)
+        return False
+
+    found = ((eqn, _reduction(eqn)) for eqn in program.forward)
+    return [r for eqn, r in found if r is not None and divides(eqn)]
+
+
+_INVERTING = frozenset(["pow", "rsqrt"])
+_SPREADING = frozenset(["broadcast_in_dim", "reshape", "squeeze"])
+
+
+def _reduction(eqn: Equation) -> _Reduction | None:
+    """Returns the value that an equation reduces, and the axes, if it reduces one."""
+    if eqn.primitive in ("reduce_sum", "reduce_max") and eqn.input_values:
+        return eqn.input_values[0], tuple(eqn.params["axes"])
+    if eqn.primitive == "dot_general":
+        first, second = eqn.operand_atoms
+        (contracted, of_second), (batch, of_other) = eqn.params["dimension_numbers"]
+        same = (tuple(contracted), tuple(batch)) == (tuple(of_second), tuple(of_other))
+        if isinstance(first, int) and first == second and same:
+            return first, tuple(contracted)
+    return None
+
+
+def _carry_transpose(
+    eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
+) -> _Axes:
+    del value, shape
+    places = np.argsort(eqn.params["permutation"])
+    return tuple(axes[place] for place in places)
+
+
+def _carry_reshape(
+    eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
+) -> _Axes | None:
+    del value
+    if eqn.params.get("dimensions") is not None:
+        return None
+    return _regroup(itertools.chain.from_iterable(axes), shape)
+
+
+def _carry_broadcast(
+    eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
+) -> _Axes | None:
+    del eqn, value
+    if math.prod(shape) != math.prod(n for factors in axes for n, _ in factors):
+        return None
+    return _regroup(itertools.chain.from_iterable(axes), shape)
+
+
+def _carry_reduction(
+    eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
+) -> _Axes:
+    del value
+    remaining = iter(axes)
+    reduced = eqn.params["axes"]
+    return tuple(
+        ((length, True),) if axis in reduced else next(remaining)
+        for axis, length in enumerate(shape)
+    )
+
+
+def _carry_slice(
+    eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
+) -> _Axes | None:
+    """Returns the axes of a whole, where those of a part are known."""
+    if eqn.params["strides"] is not None and set(eqn.params["strides"]) != {1}:
+        return None
+    return _widen(axes, shape, eqn.params["start_indices"])
+
+
+def _carry_split(
+    eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
+) -> _Axes | None:
+    starts = [0] * len(shape)
+    sizes = eqn.params["sizes"]
+    variable = eqn.jaxpr.outvars[eqn.outputs.index(value)]
+    place = next(n for n, v in enumerate(eqn.jaxpr.eqns[0].outvars) if v is variable)
+    starts[eqn.params["axis"]] = sum(sizes[:place])
+    return _widen(axes, shape, starts)
+
+
+def _widen(axes: _Axes, shape: tuple[int, ...], starts: Sequence[int]) -> _Axes | None:
+    """Returns the axes of a whole of which a part has some axes, or None."""
+    found = []
+    for factors, length, start in zip(axes, shape, starts, strict=True):
+        part = math.prod(n for n, _ in factors)
+        if part == length:
+            found.append(factors)
+            continue
+        # What lies behind the first factor repeats along the whole axis.
+        first, *rest = factors if not factors[0][1] else ((1, False), *factors)
+        unit = math.prod(n for n, _ in rest)
+        if length % unit or start % unit:
+            return None
+        found.append(((length // unit, first[1]), *rest))
+    return tuple(found)
+
+
+def _regroup(factors: Iterable[_Factor], shape: tuple[int, ...]) -> _Axes | None:
+    """Returns factors in order, divided among the axes of a shape, or None."""
+    remaining = [factor for factor in factors if factor[0] != 1][::-1]
+    axes = []
+    for length in shape:
+        of_axis: list[_Factor] = []
+        left = length
+        while left > 1:
+            n, is_reduced = remaining.pop()
+            taken = n if left % n == 0 else left if n % left == 0 else 0
+            if not taken:
+                return None
+            if n > taken:
+                remaining.append((n // taken, is_reduced))
+            of_axis.append((taken, is_reduced))
+            left //= taken
+        axes.append(tuple(_merged(of_axis)) or ((length, False),))
+    return tuple(axes)
+
+
+def _merged(factors: Iterable[_Factor]) -> list[_Factor]:
+    merged: list[_Factor] = []
+    for length, is_reduced in factors:
+        if merged and merged[-1][1] == is_reduced:
+            length *= merged.pop()[0]
+        merged.append((length, is_reduced))
+    return merged
+
+
+_CARRIES = {
+    "broadcast_in_dim": _carry_broadcast,
+    "reduce_max": _carry_reduction,
+    "reduce_sum": _carry_reduction,
+    "reshape": _carry_reshape,
+    "slice": _carry_slice,
+    "split": _carry_split,
+    "squeeze": _carry_broadcast,
+    "transpose": _carry_transpose,
+}

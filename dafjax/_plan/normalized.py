@@ -1,0 +1,280 @@
+"""Values that a norm reads are stored at one scale, with the scale beside them.
+
+Where quantization groups would mix what a norm keeps apart (`extents.py`), the forward
+pass makes a normalized copy of the value: less the mean of its extent, if the norm
+subtracts that, and divided by about the root mean square of the extent. The copy is
+stored in codes; the scale, of one byte for each extent, and the mean, of two, are
+stored as they are. The value itself is recomputed from them.
+
+Copies are float32 where the value is float64. A complex value has two, its real and its
+imaginary part.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+
+from dafjax._plan.extents import Extent
+from dafjax._trace.equation import Equation, call_equation
+from dafjax._trace.primitives import saturation_limit
+from dafjax._trace.residuals import Program
+from dafjax.codecs import Affine
+from dafjax.policies import CODED_DTYPES
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The form in which a value is stored.
+
+    Attributes:
+        extents: The extents that have a scale of their own, the first one first.
+        limit: Where the value is cut off on both sides: all that reads it in the
+            backward pass is constant beyond. Infinite if it is not.
+    """
+
+    extents: tuple[Extent, ...] = ()
+    limit: float = math.inf
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Normalized:
+    """One value and its normalized copy.
+
+    Attributes:
+        copies: The number of the copy; of a complex value, of its real part and of its
+            imaginary part.
+        statistics: The numbers of means and scales.
+        equations: What makes all of these.
+        recompute: How the value is recomputed from them.
+    """
+
+    copies: tuple[int, ...]
+    statistics: tuple[int, ...]
+    equations: tuple[Equation, ...]
+    recompute: Equation
+
+
+def with_copies(
+    program: Program, forms: Mapping[int, Form]
+) -> tuple[Program, dict[int, Normalized]]:
+    """Adds a normalized copy of each of some values.
+
+    Args:
+        program: The program.
+        forms: The forms in which these values are stored.
+
+    Returns:
+        The program, in which nothing reads the copies yet, and the copies by the values
+        that they stand for.
+    """
+    avals, tags = list(program.avals), dict(program.tags)
+    producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+    readers = {v: eqn for eqn in reversed(program.forward) for v in eqn.input_values}
+    copies: dict[int, Normalized] = {}
+    for value, form in forms.items():
+        source = producers.get(value) or readers[value]
+        copies[value] = _normalize(value, form, source, avals)
+        tags.update((copy, tags.get(value, ())) for copy in copies[value].copies)
+    of_arguments = (v for v in copies if v < program.num_arguments)
+    forward = [eqn for v in of_arguments for eqn in copies[v].equations]
+    # What saturates gives the same for a value that is cut off. It reads the copy, so
+    # that nothing holds on to the value.
+    limited = [v for v, form in forms.items() if form.limit < math.inf]
+    cut_off = {v: copies[v].copies[0] for v in limited}
+    for eqn in program.forward:
+        if saturation_limit(eqn.primitive) < math.inf:
+            inputs = tuple(
+                cut_off.get(a, a) if isinstance(a, int) else a for a in eqn.inputs
+            )
+            eqn = dataclasses.replace(eqn, inputs=inputs)
+        forward.append(eqn)
+        made = (copies[v] for v in eqn.outputs if v in copies)
+        forward.extend(itertools.chain.from_iterable(m.equations for m in made))
+    changed = dataclasses.replace(
+        program, avals=tuple(avals), forward=tuple(forward), tags=tags
+    )
+    return changed, copies
+
+
+def mixes(extent: Extent, shape: tuple[int, ...], codec: Affine) -> bool:
+    """Returns whether a quantization group of an array holds parts of two extents."""
+    rows, columns = codec.rows_and_columns(shape)
+    for _, stride in extent.kept_strides:
+        if stride >= rows[-1]:
+            continue
+        if columns == 0 and stride % codec.block_size:
+            return True
+        if columns and stride >= columns and stride % (columns * codec.block_size):
+            return True
+    return False
+
+
+def limit_in_codes(limit: float, bits: int) -> float:
+    """Returns where to cut off, for codes a step below it to be beyond a limit."""
+    steps = 2**bits - 1
+    return limit * steps / (steps - 2) if steps > 2 else math.inf
+
+
+def _normalize(
+    value: int, form: Form, source: Equation, avals: list[Any]
+) -> Normalized:
+    dtype = jnp.dtype(avals[value].dtype)
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    # What statistics and scaling are computed in.
+    wide = jnp.float64 if jnp.finfo(dtype).bits == 64 else jnp.float32
+    take_parts = (lax.real, lax.imag) if is_complex else (_itself,)
+    statistics: list[int] = []
+    equations: list[Equation] = []
+
+    def add(function: Callable[..., jax.Array]) -> int:
+        inputs = (value, *statistics)
+        output = len(avals)
+        operands = [avals[v] for v in inputs]
+        eqn = call_equation(function, operands, inputs, (output,), source)
+        avals.append(eqn.jaxpr.outvars[0].aval)
+        equations.append(eqn)
+        return output
+
+    scales: list[_Scale] = []
+
+    def normalize(part: jax.Array, found: Sequence[jax.Array]) -> jax.Array:
+        part = jnp.clip(part.astype(wide), -form.limit, form.limit)
+        for scale in scales:
+            part = scale.divide(part, found)
+        return part
+
+    for extent in form.extents:
+        place = len(statistics)
+
+        def extent_mean(x: jax.Array, *found: jax.Array, extent: Any = extent) -> Any:
+            return _mean(lax.reshape(normalize(x, found), extent.view), extent.reduced)
+
+        if extent.is_centered and not is_complex:
+            statistics.append(add(extent_mean))
+
+        def extent_scale(
+            x: jax.Array, *found: jax.Array, extent: Any = extent, place: int = place
+        ) -> jax.Array:
+            parts = [
+                lax.reshape(normalize(take(x), found[:place]), extent.view)
+                for take in take_parts
+            ]
+            for mean in found[place:]:
+                parts = [
+                    x - lax.expand_dims(mean, extent.reduced).astype(wide)
+                    for x in parts
+                ]
+            return _half_octaves(parts, extent.reduced)
+
+        statistics.append(add(extent_scale))
+        scales.append(_Scale(extent, tuple(range(place, len(statistics)))))
+
+    def normalized_part(take: Callable[[jax.Array], jax.Array]) -> int:
+        def normalized(x: jax.Array, *found: jax.Array) -> jax.Array:
+            part = normalize(take(x), found)
+            return part.astype(dtype if dtype in CODED_DTYPES else jnp.float32)
+
+        return add(normalized)
+
+    def scaled_back(*operands: jax.Array) -> jax.Array:
+        parts, found = operands[: len(take_parts)], operands[len(take_parts) :]
+        if is_complex:
+            real, imaginary = (scale_back(part, found) for part in parts)
+            return lax.complex(real, imaginary)
+        (part,) = parts
+        return scale_back(part, found).astype(dtype)
+
+    def scale_back(part: jax.Array, found: Sequence[jax.Array]) -> jax.Array:
+        if not scales:
+            return part
+        scaled = part.astype(wide)
+        for scale in reversed(scales):
+            scaled = scale.multiply(scaled, found)
+        # A code may stand for a little more than the largest value of the dtype.
+        most = jnp.finfo(dtype).max.astype(wide)
+        return jnp.where(jnp.isfinite(part), jnp.clip(scaled, -most, most), scaled)
+
+    copies = tuple(map(normalized_part, take_parts))
+    inputs = (*copies, *statistics)
+    operands = [avals[v] for v in inputs]
+    return Normalized(
+        copies=copies,
+        statistics=tuple(statistics),
+        equations=tuple(equations),
+        recompute=call_equation(scaled_back, operands, inputs, (value,), source),
+    )
+
+
+def _itself(x: jax.Array) -> jax.Array:
+    return x
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Scale:
+    """The scale of each extent of an array.
+
+    Attributes:
+        extent: The extent.
+        places: Where its statistics are among all of them: a mean, if the extent is
+            centered, and a scale.
+    """
+
+    extent: Extent
+    places: tuple[int, ...]
+
+    def divide(self, x: jax.Array, statistics: Sequence[jax.Array]) -> jax.Array:
+        """Returns an array less its mean, over its scale."""
+        shape, (*means, half_octaves) = x.shape, self._spread(statistics, x.dtype)
+        x = lax.reshape(x, self.extent.view)
+        for mean in means:
+            x = x - mean
+        return lax.reshape(x * jnp.exp2(half_octaves * -0.5), shape)
+
+    def multiply(self, x: jax.Array, statistics: Sequence[jax.Array]) -> jax.Array:
+        """Inverts `divide`."""
+        shape, (*means, half_octaves) = x.shape, self._spread(statistics, x.dtype)
+        x = lax.reshape(x, self.extent.view) * jnp.exp2(half_octaves * 0.5)
+        for mean in means:
+            x = x + mean
+        return lax.reshape(x, shape)
+
+    def _spread(
+        self, statistics: Sequence[jax.Array], dtype: Any
+    ) -> Iterator[jax.Array]:
+        for place in self.places:
+            spread = lax.expand_dims(statistics[place], self.extent.reduced)
+            yield spread.astype(dtype)
+
+
+def _mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns the mean of what is finite, 0 if it overflows."""
+    mean = jnp.mean(jnp.where(jnp.isfinite(x), x, 0), axes).astype(jnp.bfloat16)
+    return jnp.where(jnp.isfinite(mean), mean, 0)
+
+
+def _half_octaves(parts: Sequence[jax.Array], axes: tuple[int, ...]) -> jax.Array:
+    """Returns twice the logarithm of a scale of what is finite, rounded.
+
+    Of float32 it is the root mean square, from -128 to 127. A scale beyond is none the
+    worse, for codes have ranges of their own. Of float64 it is the largest magnitude,
+    so that what is scaled is in the range of float32.
+    """
+    finite = [jnp.where(jnp.isfinite(x), x, 0) for x in parts]
+    info = jnp.finfo(finite[0].dtype)
+    if info.bits == 64:
+        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), axes) for x in finite]), 0)
+        logarithm = 2 * jnp.log2(jnp.maximum(largest, info.tiny))
+        return jnp.round(logarithm).astype(jnp.int16)
+    # Squares of finite numbers can overflow.
+    squares = jnp.clip(jnp.mean(sum(x * x for x in finite), axes), info.tiny, info.max)
+    return jnp.clip(jnp.round(jnp.log2(squares)), -128, 127).astype(jnp.int8)
