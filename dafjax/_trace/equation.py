@@ -70,6 +70,20 @@ class Equation:
         return self.jaxpr.eqns[0].params
 
     @property
+    def written(self) -> jex_core.JaxprEqn | None:
+        """The equation as JAX wrote it; `None` for a call of several operations.
+
+        Calls that `call_equation` makes of one operation stand for that operation.
+        """
+        (eqn,) = self.jaxpr.eqns
+        while eqn.primitive.name in _CALLS:
+            eqns = with_constants(eqn.params["jaxpr"]).jaxpr.eqns
+            if len(eqns) != 1:
+                return None
+            (eqn,) = eqns
+        return eqn
+
+    @property
     def operand_atoms(self) -> tuple[Atom, ...]:
         """What the primitive reads, literals and repetitions included."""
         atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))

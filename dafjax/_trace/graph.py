@@ -112,6 +112,11 @@ def _is_marked(body: ClosedJaxpr) -> bool:
     )
 
 
+def names_of_user(tags: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of a value's tags that are not the mark of a wrapped function."""
+    return tuple(tag for tag in tags if tag != _WRAPPED)
+
+
 _NO_ELEMENTS = jax.core.ShapedArray((0,), bool)
 
 
