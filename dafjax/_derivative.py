@@ -146,6 +146,9 @@ def _with_rule(
         del seed
         return mark_as_wrapped(evaluate(*arguments))
 
+    # `jax.disable_jit` is for the user's function, which has been traced under it.
+    # dafjax needs calls: it names its own operations by them, and compiles its passes.
+    @jax.disable_jit(False)
     def forward(seed: Any, *arguments: Any) -> tuple[list[Any], Any]:
         perturbed = tuple(_is_perturbed(argument) for argument in arguments)
         rule = derivative(
@@ -161,6 +164,7 @@ def _with_rule(
         results, residuals = rule.forward(seed, operands)
         return results, (_Carried(rule, perturbed), residuals)
 
+    @jax.disable_jit(False)
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         carried, residuals = residuals
         gradients = iter(

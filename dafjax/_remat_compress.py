@@ -305,9 +305,10 @@ def _trace(
     with explained_concretization(_TRACED_FOR):
         closed, consts, out_structure = trace(flat, leaves)
     _warn_of_names_not_found(options, closed)
-    function = with_compressed_residuals(
-        closed, options, tuple(len(consts) + number for number in activations)
-    )
+    with jax.disable_jit(False):
+        function = with_compressed_residuals(
+            closed, options, tuple(len(consts) + number for number in activations)
+        )
     return _Traced(function, as_function(closed), consts, out_structure)
 
 

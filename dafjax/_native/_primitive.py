@@ -69,7 +69,9 @@ def make_primitive(
         return jax.jit(functools.partial(primitive.bind, **params))
 
     def run_eagerly(*operands: Array, **params: Static) -> Any:
-        return compiled(**params)(*operands)
+        # Under `jax.disable_jit`, too: JAX compiles each of its own primitives.
+        with jax.disable_jit(False):
+            return compiled(**params)(*operands)
 
     def bind(*operands: Array, **params: Static) -> tuple[Any, ...]:
         results = primitive.bind(*operands, **params)
