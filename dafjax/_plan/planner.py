@@ -25,7 +25,7 @@ from dafjax._trace.equation import Equation
 from dafjax._trace.graph import live_equations
 from dafjax._trace.residuals import Program
 from dafjax._trace.tracing import names_of_place
-from dafjax.codecs import AbstractCodec, Affine
+from dafjax.codecs import AbstractCodec, Affine, Bitmask
 from dafjax.policies import (
     AbstractPolicy,
     Compress,
@@ -86,6 +86,7 @@ def make_plan(
             *(r.mask for r in rectifiers.values()),
             *(total.operand for total in totals.values()),
             *phased.phases,
+            *pooled.rows,
         ),
         policy,
         fingerprint=fingerprint,
@@ -93,7 +94,10 @@ def make_plan(
         activations=activations,
         packed=packed,
         totals=totals,
-        decided=dict(zip(pooled.places, packings.values(), strict=True)),
+        decided={
+            **dict(zip(pooled.places, packings.values(), strict=True)),
+            **dict.fromkeys(pooled.rows, Compress(Bitmask())),
+        },
         instead=phased.sines,
         iterations=iterations,
     )
