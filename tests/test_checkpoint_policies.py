@@ -149,6 +149,14 @@ def test_of_a_softmax_the_denominators_are_saved(operands):
     assert "reduce_sum" not in kept(None)
 
 
+def test_what_a_sine_reads_is_saved_under_its_name_and_not_its_phase(operands):
+    def f(w, x):
+        return jnp.sum(jnp.sin(checkpoint_name(x @ w, "hidden")))
+
+    names = stock.save_only_these_names("hidden")
+    assert saved(names, f, *operands) == {"dot_general"}
+
+
 def test_an_exponential_that_dafjax_rewrites_is_asked_about(operands):
     def saves_exponentials(primitive, *operands, **params):
         return primitive.name == "exp"

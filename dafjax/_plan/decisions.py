@@ -64,6 +64,8 @@ def decide(
     exact.update(eqn.divisor for eqn in program.backward if eqn.divisor is not None)
     steering = find_steering(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+    # They have the names of values that the user has named, and are others.
+    phases = {v for eqn in instead.values() for v in eqn.input_values}
 
     def settle(
         value: int,
@@ -108,10 +110,9 @@ def decide(
             names=names[value],
             program=fingerprint,
             number=value,
-            operations=(
-                *_named_by(program, value),
-                *_made_by(producers.get(value)),
-            ),
+            operations=()
+            if value in phases
+            else (*_named_by(program, value), *_made_by(producers.get(value))),
             **found,
         )
 
