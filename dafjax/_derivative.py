@@ -99,7 +99,7 @@ def _with_rule(
 ) -> Callable[..., list[Any]]:
     """Returns the function as one with a derivative rule of its own."""
     evaluate = as_function(closed)
-    differentiable = tuple(is_differentiable(aval.dtype) for aval in closed.out_avals)
+    differentiable = tuple(map(is_differentiable, closed.out_avals))
 
     @functools.lru_cache(maxsize=16)
     def derivative(perturbed: tuple[bool, ...], recorded: bool, absorbed: bool) -> Rule:
@@ -241,11 +241,9 @@ class _Carried:
 
 def _is_perturbed(argument: Any) -> bool:
     if isinstance(argument, CustomVJPPrimal):
-        return argument.perturbed and jnp.issubdtype(
-            jnp.result_type(argument.value), jnp.inexact
-        )
+        return argument.perturbed and is_differentiable(jax.typeof(argument.value))
     # Some transformations of JAX hand over the bare value and tell nothing.
-    return jnp.issubdtype(jnp.result_type(argument), jnp.inexact)
+    return is_differentiable(jax.typeof(argument))
 
 
 def _primal(argument: Any) -> Any:

@@ -183,8 +183,10 @@ def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
 
 
 def can_pass_through(x: Array) -> bool:
-    """Tells whether a custom call takes the array: PRNG keys and int4 are not taken."""
-    dtype = x.dtype
+    """Tells whether a custom call takes a value: no key, no token and no int4."""
+    dtype = getattr(jax.typeof(x), "dtype", None)
+    if dtype is None:
+        return False
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
         return False
     kinds = (np.bool_, np.number)

@@ -1,9 +1,11 @@
 """A traced function as one flat list of equations, whatever calls it contains."""
 
 import dataclasses
+import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, final
 
+import jax
 import jax.core
 import jax.extend.core as jex_core
 from jax._src.core import DropVar
@@ -101,8 +103,16 @@ def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
 
 def mark_as_wrapped(results: Sequence[Any]) -> list[Any]:
     """Returns the results of a wrapped function, which can be recognized by them."""
-    marked = [checkpoint_name(result, _WRAPPED) for result in results[:1]]
-    return [*marked, *results[1:]]
+    marked = list(results)
+    arrays = (n for n, result in enumerate(results) if is_array(jax.typeof(result)))
+    for first in itertools.islice(arrays, 1):
+        marked[first] = checkpoint_name(results[first], _WRAPPED)
+    return marked
+
+
+def is_array(aval: Any) -> bool:
+    """Returns whether a type has a shape and a dtype; that of a token has not."""
+    return hasattr(aval, "dtype")
 
 
 def _is_marked(body: ClosedJaxpr) -> bool:
@@ -131,8 +141,7 @@ class _Builder:
         self.equations: list[Equation] = []
 
     def new_value(self, aval: Any) -> int:
-        # A token has no shape and no dtype.
-        self.avals.append(aval if hasattr(aval, "dtype") else _NO_ELEMENTS)
+        self.avals.append(aval if is_array(aval) else _NO_ELEMENTS)
         return len(self.avals) - 1
 
     def splice(self, closed: ClosedJaxpr, arguments: Sequence[Atom]) -> list[Atom]:
