@@ -9,6 +9,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax._plan.brief import find_brief
@@ -19,7 +20,7 @@ from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule
 from dafjax._trace.bodies import has_bodies, with_wrapped_bodies
 from dafjax._trace.equation import look_up
 from dafjax._trace.finishing import finish_early
-from dafjax._trace.graph import mark_as_wrapped
+from dafjax._trace.graph import mark_as_wrapped, stopped_outputs
 from dafjax._trace.lookups import look_up_first
 from dafjax._trace.residuals import (
     differentiate,
@@ -50,7 +51,7 @@ def with_compressed_residuals(
             function, how often it runs.
     """
     if not options.rematerialize:
-        return _with_rule(
+        function = _with_rule(
             closed,
             options,
             activations,
@@ -59,13 +60,15 @@ def with_compressed_residuals(
             runs_again=False,
             nbits_beside=0,
         )
+        return _with_stopped_results(function, closed)
     segments, results = cut(closed, activations)
     # What is kept of those that are not run again waits together, and shares what it
     # may cost. The loops of a segment count in its own plan.
     num_waiting = max(1, sum(not segment.runs_again for segment in segments))
     of_loops = sum(segment.nbits_of_loops for segment in segments)
-    functions = [
-        _with_rule(
+    functions = []
+    for segment in segments:
+        function = _with_rule(
             segment.closed,
             options,
             segment.activations,
@@ -74,17 +77,36 @@ def with_compressed_residuals(
             runs_again=segment.runs_again,
             nbits_beside=(of_loops - segment.nbits_of_loops) // num_waiting,
         )
-        for segment in segments
-    ]
+        functions.append(_with_stopped_results(function, segment.closed))
 
-    def function(seed: jax.Array, *arguments: Any) -> list[Any]:
+    def run_segments(seed: jax.Array, *arguments: Any) -> list[Any]:
         env: dict[int, Any] = dict(enumerate(arguments))
         for segment, run in zip(segments, functions, strict=True):
             outputs = run(seed, *(env[v] for v in segment.inputs))
             env.update(zip(segment.outputs, outputs, strict=True))
         return look_up(results, env)
 
-    return function
+    return run_segments
+
+
+def _with_stopped_results(
+    function: Callable[..., list[Any]], closed: ClosedJaxpr
+) -> Callable[..., list[Any]]:
+    """Returns a function whose results have no tangent where the program's have none.
+
+    JAX gives a tangent to each result of a function with a derivative rule. Then it
+    fails at a callback that reads it.
+    """
+    stopped = stopped_outputs(closed)
+    if not any(stopped):
+        return function
+
+    def run(seed: jax.Array, *arguments: Any) -> list[Any]:
+        results = function(seed, *arguments)
+        pairs = zip(results, stopped, strict=True)
+        return [lax.stop_gradient(x) if stops else x for x, stops in pairs]
+
+    return run
 
 
 def _with_rule(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import dafjax
 from dafjax.policies import CompressExpensive
@@ -234,3 +235,88 @@ def pure_callback(w, x):
 )
 def test_other_values_and_operations(f, operands):
     assert_close_but_not_equal(f, operands)
+
+
+class TestEffects:
+    """Where the forward pass runs twice, callbacks that read or write run once."""
+
+    @staticmethod
+    def layers(calls, callback, w, x):
+        def observe(total):
+            calls.append(1)
+            return np.float32(np.sign(total) + 2)
+
+        for _ in range(4):
+            x = jnp.sin(jnp.sin(x @ w) @ w)
+            x = x * callback(observe, lax.stop_gradient(x.sum()))
+        return x
+
+    @staticmethod
+    def read(observe, total):
+        return io_callback(observe, jax.typeof(total), total, ordered=True)
+
+    @staticmethod
+    def write(observe, total):
+        io_callback(lambda total: observe(total) and None, None, total)
+        return jnp.float32(1)
+
+    @staticmethod
+    def compute(observe, total):
+        return jax.pure_callback(observe, jax.typeof(total), total)
+
+    @pytest.mark.parametrize("callback", ["read", "write", "compute"])
+    def test_the_gradient_and_the_number_of_calls(self, callback, operands):
+        calls = []
+        f = functools.partial(self.layers, calls, getattr(self, callback))
+        want = jax.grad(loss_of(f))(*operands)
+        jax.effects_barrier()
+        num_calls = len(calls)
+        calls.clear()
+        got = jax.grad(loss_of(compressed(f, rematerialize=True)))(*operands)
+        jax.effects_barrier()
+        assert 1e-6 < relative_error(got, want) < 0.2
+        if callback != "compute":
+            assert len(calls) == num_calls == 4
+
+    def test_in_loops(self, operands):
+        calls = []
+
+        def f(w, x):
+            def body(carry, _):
+                x, total = carry
+                callback = lambda observe, _: self.read(observe, total)
+                x = self.layers(calls, callback, w, x)
+                return (x, lax.stop_gradient(x.sum())), None
+
+            return lax.scan(body, (x, jnp.float32(1)), length=2)[0][0]
+
+        want = jax.grad(loss_of(f))(*operands)
+        for options in ({}, {"rematerialize": True}):
+            calls.clear()
+            got = jax.grad(loss_of(compressed(f, **options)))(*operands)
+            jax.effects_barrier()
+            assert 1e-6 < relative_error(got, want) < 0.2
+            assert len(calls) == 8
+
+    def test_of_a_result_that_no_gradient_reaches(self, operands):
+        def layer(w, x):
+            h = jnp.sin(x @ w)
+            return h, lax.stop_gradient(h.sum())
+
+        def loss(wrap, w, x):
+            h, total = wrap(layer)(w, x)
+            return jnp.sum(h**2) * self.read(lambda total: np.float32(2), total)
+
+        got = jax.grad(functools.partial(loss, compressed))(*operands)
+        want = jax.grad(functools.partial(loss, lambda f: f))(*operands)
+        assert 1e-6 < relative_error(got, want) < 0.1
+
+    def test_a_token_between_segments(self, operands):
+        def f(w, x):
+            token = lax.create_token()
+            for _ in range(4):
+                x = jnp.sin(jnp.sin(x @ w) @ w)
+            count, token = count_with_token(token)
+            return jnp.sin(x @ w) * count.astype(x.dtype), token
+
+        assert_close_but_not_equal(f, operands, rematerialize=True)

@@ -13,6 +13,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax._src.core import DropVar, Var
+from jax._src.effects import remat_allowed_effects
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
@@ -224,6 +225,15 @@ class Equation:
     def has_effect(self) -> bool:
         """Whether it does more than compute its outputs."""
         return bool(self.jaxpr.eqns[0].effects)
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether it may run a second time, as `jax.checkpoint` would run it.
+
+        Not where it reads or writes something outside the program, as `io_callback`.
+        """
+        effects = self.jaxpr.eqns[0].effects
+        return not remat_allowed_effects.filter_not_in(effects)
 
     @property
     def name_stack(self) -> str:

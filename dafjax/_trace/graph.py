@@ -8,6 +8,7 @@ from typing import Any, final
 import jax
 import jax.core
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 from jax._src.core import DropVar
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
@@ -54,6 +55,8 @@ class Graph:
         outputs: What the program returns.
         tags: The names that `jax.ad_checkpoint.checkpoint_name` gave to values, where
             its equations are left out.
+        tokens: The types of the values that are tokens. In `avals` they are arrays
+            without elements.
     """
 
     avals: tuple[jax.core.ShapedArray, ...]
@@ -61,6 +64,11 @@ class Graph:
     equations: tuple[Equation, ...]
     outputs: tuple[Atom, ...]
     tags: Mapping[int, tuple[str, ...]]
+    tokens: Mapping[int, Any]
+
+    def type_of(self, value: int) -> Any:
+        """Returns the type of a value, as functions of it are traced."""
+        return self.tokens.get(value, self.avals[value])
 
 
 def live_equations(
@@ -98,6 +106,25 @@ def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
         equations=tuple(builder.equations),
         outputs=tuple(outputs),
         tags=builder.tags,
+        tokens=builder.tokens,
+    )
+
+
+def stopped_outputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
+    """Returns which outputs of a program no gradient reaches, whatever its arguments.
+
+    `jax.lax.stop_gradient` stops it. JAX knows that of an output of operations, but not
+    of a function with a derivative rule.
+    """
+    graph = flatten(closed, is_differentiated=False)
+    has_gradient = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in graph.avals]
+    stopped = {value for value, has in enumerate(has_gradient) if not has}
+    for eqn in graph.equations:
+        if eqn.primitive == "stop_gradient" or stopped.issuperset(eqn.input_values):
+            stopped.update(eqn.outputs)
+    return tuple(
+        isinstance(atom, int) and atom in stopped and has_gradient[atom]
+        for atom in graph.outputs
     )
 
 
@@ -137,11 +164,15 @@ class _Builder:
         self._inlined = inlined
         self._names_are_tags = names_are_tags
         self.tags: dict[int, tuple[str, ...]] = {}
+        self.tokens: dict[int, Any] = {}
         self.avals: list[jax.core.ShapedArray] = []
         self.equations: list[Equation] = []
 
     def new_value(self, aval: Any) -> int:
-        self.avals.append(aval if is_array(aval) else _NO_ELEMENTS)
+        if not is_array(aval):
+            self.tokens[len(self.avals)] = aval
+            aval = _NO_ELEMENTS
+        self.avals.append(aval)
         return len(self.avals) - 1
 
     def splice(self, closed: ClosedJaxpr, arguments: Sequence[Atom]) -> list[Atom]:
