@@ -97,7 +97,8 @@ def remat_compress(
             kept in 8 bits. The backward pass runs segment after segment again, keeps
             what it needs of it in codes of `bits`, and reads them at once. Of loops
             the iterations are run again. What is computed again is off as the 8 bits
-            are: masks of rectifiers flip for values near 0. For stores of fixed bits.
+            are: masks of rectifiers flip for values near 0. Segments with callbacks
+            that read or write (`io_callback`) run once. For stores of fixed bits.
         max_parts: In how many parts of the examples a stretch of the backward pass runs
             at most, where it can: then residuals, and what is made of them, are there
             part by part. Each part calls every operation anew. `None`: 8 on CPUs, and

@@ -405,11 +405,11 @@ _MAKERS = tuple(
 @final
 @dataclasses.dataclass(frozen=True)
 class SaveSaveable(AbstractPolicy):
-    """Saves exactly what a policy of `jax.checkpoint` says, and asks another policy.
+    """Saves the values that a policy of `jax.checkpoint` names, exactly.
 
     `remat_compress(policy=...)` makes one of a policy of `jax.checkpoint_policies`, or
-    of a function like these. That policy says which values are saved as they are.
-    `jax.checkpoint` recomputes all others; here `rest` decides about them, so that
+    of a function like these. That policy says which values are saved exactly.
+    `jax.checkpoint` recomputes all others. Here `rest` decides about them, so that
     expensive ones are compressed. `checkpoint_policies.nothing_saveable` names nothing:
     it stands for `CompressExpensive()` alone. `checkpoint_policies.everything_saveable`
     stands for `SaveAll()`.
@@ -437,7 +437,7 @@ class SaveSaveable(AbstractPolicy):
     rest: AbstractPolicy = CompressExpensive()
 
     def __post_init__(self) -> None:
-        if self.saveable in _MAKERS:
+        if any(self.saveable is maker for maker in _MAKERS):
             raise TypeError(
                 f"`SaveSaveable(saveable)` got `{self.saveable!r}`, which makes a "
                 "policy. Call it first, for example `save_only_these_names('a')`."
@@ -496,11 +496,11 @@ class SaveSaveable(AbstractPolicy):
 
 
 def as_policy(policy: Any, option: str) -> AbstractPolicy:
-    """Returns what an option `policy=...` stands for.
+    """Returns the policy that an option `policy=...` stands for.
 
     Args:
         policy: A policy, a policy of `jax.checkpoint`, or `None`.
-        option: What errors call the option.
+        option: The name of the option in errors.
 
     Raises:
         TypeError: It is something else.

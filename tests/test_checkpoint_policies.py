@@ -35,9 +35,9 @@ def operands(key):
 
 
 def saved(policy, f=loss, *arguments, **options):
-    """Returns the primitives that make what is saved as it is, and what is not."""
+    """Returns the primitives of the large values that are saved exactly."""
     arguments = arguments or (jnp.ones((128, 128)), jnp.ones((256, 128)))
-    # Without codecs of more bits, and without a limit below which all is saved.
+    # Without the limit below which small values are saved.
     rest = SaveSaveable(policy, rest=CompressExpensive(min_nbytes=0))
     wrapped = dafjax.remat_compress(f, policy=rest, **options)
     kept = dafjax.saved_residuals(wrapped, *arguments).kept
@@ -126,7 +126,7 @@ def test_names_in_loops_and_branches_hold_for_what_comes_out(operands):
         x = jax.lax.cond(x[0, 0] > 0, lambda x: body(x, None)[0], lambda x: x, x)
         return jnp.mean(x**2)
 
-    # What the iterations are given, and what the branch returns.
+    # The operand of each iteration, and the result of the branch.
     names = stock.save_only_these_names("hidden")
     assert saved(names, f, *operands) == {"argument", "cond"}
     assert saved(stock.save_only_these_names("other"), f, *operands) == set()
@@ -143,7 +143,7 @@ def test_of_a_softmax_the_denominators_are_saved(operands):
             item.primitive for item in dafjax.saved_residuals(wrapped, *operands).kept
         }
 
-    # Else they are computed of the codes of what they are the sum of.
+    # Otherwise the backward pass sums the codes of the exponentials.
     assert "exp" in kept(saves_sums)
     assert "reduce_sum" in kept(saves_sums)
     assert "reduce_sum" not in kept(None)

@@ -99,10 +99,10 @@ class Windows:
 
         Args:
             bits: The places.
-            rows: What `find_rows` returned. A window in such a row is NaN if one of its
+            rows: The result of `find_rows`. A window in such a row is NaN if one of its
                 elements is. In other rows the maximum of the other elements stands for
                 a NaN.
-            x: What is pooled.
+            x: The operand of the pooling.
         """
         keeps = self._keeps
         number = _number(bits)

@@ -114,10 +114,9 @@ def _scan(
     first_x = num_consts + num_carry
     (body,) = bodies(equation)
     names = _names_of_outputs(body)
-    # What an iteration is given is what the one before it has named.
-    names_of_arguments = [
-        (),
-    ] * num_consts + names[:num_carry]
+    # An iteration reads the values that the iteration before it has named.
+    unnamed: tuple[str, ...] = ()
+    names_of_arguments = [unnamed] * num_consts + names[:num_carry]
     function = wrap(
         _with_named_arguments(body, names_of_arguments),
         tuple(

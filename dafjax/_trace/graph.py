@@ -138,7 +138,7 @@ def mark_as_wrapped(results: Sequence[Any]) -> list[Any]:
 
 
 def is_array(aval: Any) -> bool:
-    """Returns whether a type has a shape and a dtype; that of a token has not."""
+    """Returns whether a type has a shape and a dtype. A token has neither."""
     return hasattr(aval, "dtype")
 
 
@@ -150,7 +150,7 @@ def _is_marked(body: ClosedJaxpr) -> bool:
 
 
 def names_of_user(tags: Iterable[str]) -> tuple[str, ...]:
-    """Returns those of a value's tags that are not the mark of a wrapped function."""
+    """Returns the tags of a value without the mark of a wrapped function."""
     return tuple(tag for tag in tags if tag != _WRAPPED)
 
 

@@ -44,13 +44,13 @@ def operation_of(equation: Equation) -> Operation | None:
 
 
 def naming(aval: Any, name: str) -> Operation:
-    """Returns the operation by which `checkpoint_name` names a value."""
+    """Returns the operation of `checkpoint_name` that names a value."""
     return Operation(name_p, (aval,), {"name": name})
 
 
 @final
 class Answer(enum.Enum):
-    """What a policy of `jax.checkpoint` says about the results of an operation."""
+    """The answer of a policy of `jax.checkpoint` about the results of an operation."""
 
     SAVE = enum.auto()
     RECOMPUTE = enum.auto()
@@ -58,7 +58,7 @@ class Answer(enum.Enum):
 
 
 def read_answer(answer: Any) -> Answer | None:
-    """Returns what a policy of `jax.checkpoint` returned; `None` if it is no answer."""
+    """Reads the result of a policy of `jax.checkpoint`; `None` if it is no answer."""
     if isinstance(answer, bool):
         return Answer.SAVE if answer else Answer.RECOMPUTE
     kinds = (
