@@ -55,7 +55,8 @@ def adaptive_jit(
     Other nonlinear uses have 2 bits at least, as far as the target allows. As with
     `jax.jit`, other shapes are another program; each has bits of its own, within the
     target. Where XLA divides a program, the bytes of a `Budget` are those of all
-    devices together; in a `jax.shard_map`, those of each.
+    devices together; in a `jax.shard_map`, those of each. Bits are those of a compiled
+    program, so that the step is compiled also under `jax.disable_jit`.
 
     Args:
         fun: The step. It is traced twice before it is first compiled.
@@ -154,7 +155,8 @@ class AdaptiveJit:
             if _is_reading(self._num_calls):
                 self._adapt()
             jitted = self._jitted
-        results = jitted(*args, **kwargs)
+        with jax.disable_jit(False):
+            results = jitted(*args, **kwargs)
         if _is_reading(self._num_calls + 1):
             arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
             self._last = min(arrays, key=lambda array: array.size, default=None)

@@ -245,7 +245,7 @@ def array_noise(
         if squares[path] <= _ZERO**2 * total:
             continue
         errors = np.stack([draw[path] - g for draw in draws]).reshape(len(draws), -1)
-        products = (errors @ errors.conj().T).real / squares[path]
+        products = np.real(errors @ errors.conj().T) / squares[path]
         found[path] = _noise_of(products)
     return found
 

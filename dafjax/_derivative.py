@@ -4,13 +4,16 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from dafjax._fresh_seed import freshen
 from dafjax._plan.brief import find_brief
 from dafjax._plan.planner import make_plan
 from dafjax._plan.recorder import current_recorder
@@ -24,7 +27,7 @@ from dafjax._trace.bodies import (
 )
 from dafjax._trace.equation import look_up
 from dafjax._trace.finishing import finish_early
-from dafjax._trace.graph import mark_as_wrapped
+from dafjax._trace.graph import mark_as_wrapped, stopped_outputs
 from dafjax._trace.lookups import look_up_first
 from dafjax._trace.residuals import (
     differentiate,
@@ -60,7 +63,7 @@ def with_compressed_residuals(
     if perturbed is None:
         perturbed = (False,) * len(closed.in_avals)
     if not options.rematerialize:
-        return _with_rule(
+        function = _with_rule(
             closed,
             options,
             activations,
@@ -70,14 +73,16 @@ def with_compressed_residuals(
             runs_again=False,
             nbits_beside=0,
         )
+        return _with_stopped_results(function, closed)
     segments, results = cut(closed, activations)
     moving = perturbed_values(closed, perturbed)
     # What is kept of those that are not run again waits together, and shares what it
     # may cost. The loops of a segment count in its own plan.
     num_waiting = max(1, sum(not segment.runs_again for segment in segments))
     of_loops = sum(segment.nbits_of_loops for segment in segments)
-    functions = [
-        _with_rule(
+    functions = []
+    for segment in segments:
+        function = _with_rule(
             segment.closed,
             options,
             segment.activations,
@@ -87,17 +92,36 @@ def with_compressed_residuals(
             runs_again=segment.runs_again,
             nbits_beside=(of_loops - segment.nbits_of_loops) // num_waiting,
         )
-        for segment in segments
-    ]
+        functions.append(_with_stopped_results(function, segment.closed))
 
-    def function(seed: jax.Array, *arguments: Any) -> list[Any]:
+    def run_segments(seed: jax.Array, *arguments: Any) -> list[Any]:
         env: dict[int, Any] = dict(enumerate(arguments))
         for segment, run in zip(segments, functions, strict=True):
             outputs = run(seed, *(env[v] for v in segment.inputs))
             env.update(zip(segment.outputs, outputs, strict=True))
         return look_up(results, env)
 
-    return function
+    return run_segments
+
+
+def _with_stopped_results(
+    function: Callable[..., list[Any]], closed: ClosedJaxpr
+) -> Callable[..., list[Any]]:
+    """Returns a function whose results have no tangent where the program's have none.
+
+    JAX gives a tangent to each result of a function with a derivative rule. Then it
+    fails at a callback that reads it.
+    """
+    stopped = stopped_outputs(closed)
+    if not any(stopped):
+        return function
+
+    def run(seed: jax.Array, *arguments: Any) -> list[Any]:
+        results = function(seed, *arguments)
+        pairs = zip(results, stopped, strict=True)
+        return [lax.stop_gradient(x) if stops else x for x, stops in pairs]
+
+    return run
 
 
 def _with_rule(
@@ -113,7 +137,7 @@ def _with_rule(
 ) -> Callable[..., list[Any]]:
     """Returns the function as one with a derivative rule of its own."""
     evaluate = as_function(closed)
-    differentiable = tuple(is_differentiable(aval.dtype) for aval in closed.out_avals)
+    differentiable = tuple(map(is_differentiable, closed.out_avals))
 
     @functools.lru_cache(maxsize=16)
     def derivative(perturbed: tuple[bool, ...], recorded: bool, absorbed: bool) -> Rule:
@@ -162,6 +186,9 @@ def _with_rule(
         del seed
         return mark_as_wrapped(evaluate(*arguments))
 
+    # `jax.disable_jit` is for the user's function, which has been traced under it.
+    # dafjax needs calls: it names its own operations by them, and compiles its passes.
+    @jax.disable_jit(False)
     def forward(seed: Any, *arguments: Any) -> tuple[list[Any], Any]:
         perturbed = tuple(
             always or _is_perturbed(argument)
@@ -175,11 +202,15 @@ def _with_rule(
         )
         operands = [_primal(argument) for argument in arguments]
         seed = jnp.asarray(_primal(seed))
+        if iterations is None:
+            # A body has the seed of the function that wrapped it.
+            seed = freshen(seed, list(itertools.compress(operands, perturbed)))
         if len(rule.perturbed) > len(perturbed):
             operands.insert(0, seed)
         results, residuals = rule.forward(seed, operands)
         return results, (_Carried(rule, perturbed), residuals)
 
+    @jax.disable_jit(False)
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         carried, residuals = residuals
         gradients = iter(
@@ -254,11 +285,9 @@ class _Carried:
 
 def _is_perturbed(argument: Any) -> bool:
     if isinstance(argument, CustomVJPPrimal):
-        return argument.perturbed and jnp.issubdtype(
-            jnp.result_type(argument.value), jnp.inexact
-        )
+        return argument.perturbed and is_differentiable(jax.typeof(argument.value))
     # Some transformations of JAX hand over the bare value and tell nothing.
-    return jnp.issubdtype(jnp.result_type(argument), jnp.inexact)
+    return is_differentiable(jax.typeof(argument))
 
 
 def _primal(argument: Any) -> Any:

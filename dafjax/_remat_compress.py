@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, final
 
 import jax
@@ -35,7 +35,7 @@ from dafjax._trace.tracing import (
     trace,
     trace_context,
 )
-from dafjax.policies import AbstractPolicy, CompressExpensive
+from dafjax.policies import AbstractPolicy, SaveSaveable, as_policy
 from dafjax.stores import AbstractStore, Arrays
 from dafjax.stores._static import AbstractStaticStore
 
@@ -43,24 +43,27 @@ from dafjax.stores._static import AbstractStaticStore
 def remat_compress(
     fun: Callable[..., Any] | None = None,
     *,
-    policy: AbstractPolicy | None = None,
+    policy: AbstractPolicy | Callable[..., Any] | None = None,
     bits: AnyBits | Target | None = 2,
     store: AbstractStore | None = None,
     static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnames: str | Iterable[str] = (),
     activation_argnums: int | Sequence[int] = (),
     rematerialize: bool = False,
     max_parts: int | None = None,
     seed: int | jax.Array = 0,
+    prevent_cse: bool | Sequence[bool] = True,
+    concrete: bool = False,
 ) -> Callable[..., Any]:
     """Makes a function keep what its backward pass needs in a few bits.
 
     Used like `jax.checkpoint`, on one block or round a whole loss, as a call or as a
-    decorator. Where `jax.checkpoint` computes the forward pass again, this keeps the
-    outputs of expensive operations in codes of `bits` bits and recomputes only what is
-    cheap from them. Results are never quantized (they can differ from the function's
-    own by float rounding, where XLA fuses differently); gradients have a small, by
-    default unbiased, error. Without differentiation it is the function itself.
+    decorator, with its keywords. Where `jax.checkpoint` computes the forward pass
+    again, this keeps the outputs of expensive operations in codes of `bits` bits and
+    recomputes only what is cheap from them. Results are never quantized (they can
+    differ from the function's own by float rounding, where XLA fuses differently);
+    gradients have a small, by default unbiased, error. Without differentiation it is
+    the function itself.
 
     Where wrapped functions are nested, the outermost decides. Only inputs that are
     differentiated cause residuals; arguments that the backward
@@ -69,7 +72,10 @@ def remat_compress(
     Args:
         fun: The function. Its arguments and results are pytrees of arrays.
         policy: What becomes of each residual. `None`:
-            `dafjax.policies.CompressExpensive()`.
+            `dafjax.policies.CompressExpensive()`. A policy of `jax.checkpoint`, as
+            `jax.checkpoint_policies.dots_saveable`, says which values are saved as they
+            are; `CompressExpensive()` decides about all others (see
+            `dafjax.policies.SaveSaveable`).
         bits: Bits of a code: 1, 2, 3, 4 or 8; residuals that enter gradients in a way
             that is not linear get twice as many, and so do small ones beside large
             ones. Or `"safe"` (4, 8), `"balanced"` (2,
@@ -91,7 +97,8 @@ def remat_compress(
             kept in 8 bits. The backward pass runs segment after segment again, keeps
             what it needs of it in codes of `bits`, and reads them at once. Of loops
             the iterations are run again. What is computed again is off as the 8 bits
-            are: masks of rectifiers flip for values near 0. For stores of fixed bits.
+            are: masks of rectifiers flip for values near 0. Segments with callbacks
+            that read or write (`io_callback`) run once. For stores of fixed bits.
         max_parts: In how many parts of the examples a stretch of the backward pass runs
             at most, where it can: then residuals, and what is made of them, are there
             part by part. Each part calls every operation anew. `None`: 8 on CPUs, and
@@ -101,6 +108,9 @@ def remat_compress(
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
             The noise also depends on the content of what is rounded, so that a constant
             gives fresh noise in every step and a step can be repeated exactly.
+        prevent_cse: Of `jax.checkpoint`, where `False` leaves out barriers. It has no
+            effect: without its barriers, dafjax saves no memory.
+        concrete: Of `jax.checkpoint`, which takes `False` alone. It has no effect.
 
     Returns:
         A function with the signature of `fun`.
@@ -108,7 +118,8 @@ def remat_compress(
     Raises:
         TypeError: An option or an argument of the function has a wrong type.
         ValueError: An option has a value outside its set.
-        NotImplementedError: `rematerialize` with a store, or `bits`, that change.
+        NotImplementedError: `rematerialize` with a store, or `bits`, that change, or
+            with a policy of `jax.checkpoint`; or `concrete=True`.
 
     Warns:
         UserWarning: A pattern of `bits` or `policy` matches no name in the function.
@@ -135,6 +146,8 @@ def remat_compress(
             rematerialize=rematerialize,
             max_parts=max_parts,
             seed=seed,
+            prevent_cse=prevent_cse,
+            concrete=concrete,
         )
     if not callable(fun):
         raise TypeError(
@@ -151,8 +164,22 @@ def remat_compress(
             "`remat_compress(rematerialize=True)` is for `dafjax.stores.Arrays()` and "
             f"`Host()`, with fixed `bits`, but got `{checked_store!r}`."
         )
+    checked_policy = as_policy(policy, "remat_compress(policy=...)")
+    if rematerialize and isinstance(checked_policy, SaveSaveable):
+        raise NotImplementedError(
+            "`remat_compress(rematerialize=True)` keeps only the values between "
+            "segments, in 8 bits, so that it cannot save exactly what a policy of "
+            f"`jax.checkpoint` names, but got `policy={policy!r}`. Leave out either."
+        )
+    _check_prevent_cse(prevent_cse)
+    if _checked_flag("concrete", concrete):
+        raise NotImplementedError(
+            "`remat_compress(concrete=True)` is not supported, as in `jax.checkpoint`. "
+            "Name arguments that are not arrays in `static_argnums` or "
+            "`static_argnames`."
+        )
     options = Options(
-        policy=_checked_policy(policy),
+        policy=checked_policy,
         bits=Bits() if bits is None else as_bits(bits, "remat_compress(bits=...)"),
         store=checked_store,
         ties=Ties(),
@@ -279,9 +306,10 @@ def _trace(
     with explained_concretization(_TRACED_FOR):
         closed, consts, out_structure = trace(flat, leaves)
     _warn_of_names_not_found(options, closed)
-    function = with_compressed_residuals(
-        closed, options, tuple(len(consts) + number for number in activations)
-    )
+    with jax.disable_jit(False):
+        function = with_compressed_residuals(
+            closed, options, tuple(len(consts) + number for number in activations)
+        )
     return _Traced(function, as_function(closed), consts, out_structure)
 
 
@@ -344,20 +372,6 @@ def _of_leaves(
 _TRACED_FOR = "remat_compress"
 
 
-def _checked_policy(policy: Any) -> AbstractPolicy:
-    if policy is None:
-        return CompressExpensive()
-    if not isinstance(policy, AbstractPolicy):
-        raise TypeError(
-            f"`remat_compress(policy=...)` must be a policy or `None`, but got "
-            f"`{policy!r}` of type `{type(policy).__name__}`. Policies are made by the "
-            "classes of `dafjax.policies`, for example "
-            "`dafjax.policies.CompressExpensive()`; functions and the policies of "
-            "`jax.checkpoint` are not accepted."
-        )
-    return policy
-
-
 def _checked_store(store: Any) -> AbstractStore:
     if store is None:
         return Arrays()
@@ -376,6 +390,15 @@ def _checked_flag(name: str, value: Any) -> bool:
             f"`remat_compress({name}=...)` must be a bool, but got `{value!r}`."
         )
     return bool(value)
+
+
+def _check_prevent_cse(value: Any) -> None:
+    several = value if isinstance(value, Sequence) else (value,)
+    if not all(isinstance(prevents, (bool, np.bool_)) for prevents in several):
+        raise TypeError(
+            "`remat_compress(prevent_cse=...)` must be a bool or a sequence of bools, "
+            f"but got `{value!r}`. It has no effect: leave it out."
+        )
 
 
 def _checked_max_parts(value: Any) -> int | None:
@@ -405,14 +428,14 @@ def _checked_numbers(name: str, numbers: Any) -> tuple[int, ...]:
 
 def _checked_names(names: Any) -> tuple[str, ...]:
     several = (names,) if isinstance(names, str) else names
-    if not isinstance(several, Sequence) or not all(
-        isinstance(n, str) for n in several
-    ):
+    found = tuple(several) if isinstance(several, Iterable) else ()
+    are_strings = all(isinstance(name, str) for name in found)
+    if not are_strings or not isinstance(several, Iterable):
         raise TypeError(
-            "`remat_compress(static_argnames=...)` must be a string or a sequence of "
+            "`remat_compress(static_argnames=...)` must be a string or an iterable of "
             f"strings, but got `{names!r}`."
         )
-    return tuple(several)
+    return found
 
 
 def _checked_seed(seed: Any) -> np.uint32 | jax.Array:

@@ -28,15 +28,17 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 
 def remat_compress(
     target: Target,
-    *,
-    policy: AbstractPolicy | None = None,
-    bits: AnyBits | BitsTarget | None = 2,
-    store: AbstractStore | None = None,
     variables: CollectionFilter = True,
     rngs: PRNGSequenceFilter = True,
+    concrete: bool = False,
+    prevent_cse: bool = True,
     static_argnums: int | Sequence[int] = (),
-    activation_argnums: int | Sequence[int] | None = None,
+    policy: AbstractPolicy | Callable[..., Any] | None = None,
     methods: Sequence[str] | None = None,
+    *,
+    bits: AnyBits | BitsTarget | None = 2,
+    store: AbstractStore | None = None,
+    activation_argnums: int | Sequence[int] | None = None,
     rematerialize: bool = False,
     max_parts: int | None = None,
     seed: int | jax.Array = 0,
@@ -44,9 +46,10 @@ def remat_compress(
     """Makes a module keep what its backward pass needs in a few bits.
 
     Takes the place of `flax.linen.remat`, on the class of a block or as a decorator of
-    a method, also below `flax.linen.scan`. Parameters, their names, and the other
-    variables are those of `flax.linen.remat`, as are random numbers; how results and
-    gradients relate to those of the plain module is said at `dafjax.remat_compress`.
+    a method, also below `flax.linen.scan`, and takes its arguments. Parameters, their
+    names, and the other variables are those of `flax.linen.remat`, as are random
+    numbers; how results and gradients relate to those of the plain module is said at
+    `dafjax.remat_compress`.
 
     The input of a block is mostly the output of the block before, which nothing else
     keeps alive. So arguments that are passed by position are decided about like values
@@ -55,18 +58,20 @@ def remat_compress(
 
     Args:
         target: A class of modules, or a function whose first argument is a module.
-        policy: What becomes of each residual. `None`:
-            `dafjax.policies.CompressExpensive()`.
-        bits: As in `dafjax.remat_compress`. `None` turns dafjax off.
-        store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
         variables: Collections of variables that the target may use. By default all.
         rngs: Random streams that the target may use. By default all.
+        concrete: As in `dafjax.remat_compress`: it has no effect.
+        prevent_cse: As in `dafjax.remat_compress`: it has no effect.
         static_argnums: Positions of arguments that are not arrays, hashable. `self`
             counts, so that 1 is the first argument of a call.
+        policy: What becomes of each residual, as in `dafjax.remat_compress`; also a
+            policy of `jax.checkpoint`. `None`: `dafjax.policies.CompressExpensive()`.
+        methods: Names of the methods to wrap. `None`: `__call__`. A function has none.
+        bits: As in `dafjax.remat_compress`. `None` turns dafjax off.
+        store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
         activation_argnums: Positions of arguments that nothing else keeps alive,
             counted likewise. `None`: all. Leave out an array that many blocks are
             given, as a mask: it is kept once as it is, but packed once for each block.
-        methods: Names of the methods to wrap. `None`: `__call__`. A function has none.
         rematerialize: As in `dafjax.remat_compress`.
         max_parts: As in `dafjax.remat_compress`.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
@@ -78,6 +83,7 @@ def remat_compress(
     Raises:
         TypeError: An option has a wrong type.
         ValueError: An option has a value outside its set.
+        NotImplementedError: As in `dafjax.remat_compress`.
         flax.errors.TransformTargetError: `target` is a module, not a class.
 
     Example:
@@ -107,6 +113,8 @@ def remat_compress(
         rematerialize=rematerialize,
         max_parts=max_parts,
         seed=seed,
+        prevent_cse=prevent_cse,
+        concrete=concrete,
     )
     # Checks the options now, not in the first call.
     compress(target)

@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
 def remat_compress(
     f: Callable[..., Any] | None = None,
     *,
-    policy: AbstractPolicy | None = None,
+    policy: AbstractPolicy | Callable[..., Any] | None = None,
     bits: AnyBits | Target | None = 2,
     store: AbstractStore | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -33,11 +33,15 @@ def remat_compress(
     rematerialize: bool = False,
     max_parts: int | None = None,
     seed: int | jax.Array = 0,
+    prevent_cse: bool = True,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
     """Makes a function of modules keep what its backward pass needs in a few bits.
 
     Takes the place of `flax.nnx.remat`, on a function that takes modules or as a
-    decorator of a method, also below `flax.nnx.scan`. Variables that the function
+    decorator of a method, also below `flax.nnx.scan`, and takes its arguments.
+    Variables that the function
     changes, as batch statistics and counts of random streams, are changed as
     `flax.nnx.remat` changes them, shared ones once; how results and gradients relate to
     those of the plain function is said at `dafjax.remat_compress`.
@@ -50,8 +54,8 @@ def remat_compress(
     Args:
         f: The function. Its arguments are pytrees of arrays, modules and other NNX
             objects; its results are pytrees of arrays.
-        policy: What becomes of each residual. `None`:
-            `dafjax.policies.CompressExpensive()`.
+        policy: What becomes of each residual, as in `dafjax.remat_compress`; also a
+            policy of `jax.checkpoint`. `None`: `dafjax.policies.CompressExpensive()`.
         bits: As in `dafjax.remat_compress`. `None` turns dafjax off.
         store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
         static_argnums: Positions of arguments that are not arrays, hashable. In a
@@ -63,6 +67,11 @@ def remat_compress(
         rematerialize: As in `dafjax.remat_compress`.
         max_parts: As in `dafjax.remat_compress`.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
+        prevent_cse: As in `dafjax.remat_compress`: it has no effect.
+        graph: Of `flax.nnx.remat`, where `False` refuses variables that modules share.
+            It has no effect: dafjax takes these, too.
+        graph_updates: Of `flax.nnx.remat`, where `False` leaves out variables that the
+            function adds to modules. It has no effect: dafjax adds them.
 
     Returns:
         A function with the signature of `f`.
@@ -97,6 +106,9 @@ def remat_compress(
             rematerialize=rematerialize,
             max_parts=max_parts,
             seed=seed,
+            prevent_cse=prevent_cse,
+            graph=graph,
+            graph_updates=graph_updates,
         )
     compress = functools.partial(
         _remat_compress.remat_compress,
@@ -107,12 +119,19 @@ def remat_compress(
         rematerialize=rematerialize,
         max_parts=max_parts,
         seed=seed,
+        prevent_cse=prevent_cse,
     )
     # Checks the options now, not in the first call.
     compress(f)
     if activation_argnums is not None:
         compress(f, activation_argnums=activation_argnums)
     _check_function(f)
+    for name, value in (("graph", graph), ("graph_updates", graph_updates)):
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(
+                f"`remat_compress({name}=...)` must be a bool or `None`, but got "
+                f"`{value!r}`. It has no effect: leave it out."
+            )
     return _lift(f, compress, activation_argnums)
 
 

@@ -2,11 +2,16 @@
 
 import abc
 import dataclasses
-from typing import TypeAlias, final
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeAlias, final
 
 import jax.numpy as jnp
+from jax import checkpoint_policies
 
 from dafjax._bits import matches
+from dafjax._trace.operation import Answer, Operation as Operation, read_answer
 from dafjax._trace.primitives import (
     is_amplifying,
     is_cheap,
@@ -76,6 +81,9 @@ class Residual:
             model, and the parts of that between slashes.
         program: The fingerprint of the traced function it is made in.
         number: Its number there.
+        operations: The operations that name it with
+            `jax.ad_checkpoint.checkpoint_name`, and the one that makes it. None where
+            dafjax makes the value itself.
     """
 
     shape: tuple[int, ...]
@@ -95,6 +103,9 @@ class Residual:
     names: tuple[str, ...] = ()
     program: str = ""
     number: int = 0
+    operations: tuple[Operation, ...] = dataclasses.field(
+        default=(), repr=False, compare=False
+    )
 
     @property
     def num_elements(self) -> int:
@@ -137,6 +148,17 @@ class AbstractPolicy(abc.ABC):
     def patterns(self) -> tuple[str, ...]:
         """Patterns of names that should be found in the function."""
         return ()
+
+    def saves_exactly(self, residual: Residual) -> bool:
+        """Tells whether the user asks for a residual by name or by operation.
+
+        dafjax then saves it, also where it has a better way to recompute it.
+
+        Args:
+            residual: What is known of it.
+        """
+        del residual
+        return False
 
     @abc.abstractmethod
     def __call__(self, residual: Residual) -> Decision:
@@ -396,3 +418,132 @@ class CompressNames(AbstractPolicy):
         if residual.is_floating:
             return Compress(self.codec)
         return Compress(Bitmask()) if residual.dtype == jnp.bool_ else Save()
+
+
+# These functions make a policy, all others are one.
+_MAKERS = tuple(
+    function
+    for name, function in vars(checkpoint_policies).items()
+    if name.startswith(("offload_", "save_"))
+)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class SaveSaveable(AbstractPolicy):
+    """Saves the values that a policy of `jax.checkpoint` names, exactly.
+
+    `remat_compress(policy=...)` makes one of a policy of `jax.checkpoint_policies`, or
+    of a function like these. That policy says which values are saved exactly.
+    `jax.checkpoint` recomputes all others. Here `rest` decides about them, so that
+    expensive ones are compressed. `checkpoint_policies.nothing_saveable` names nothing:
+    it stands for `CompressExpensive()` alone. `checkpoint_policies.everything_saveable`
+    stands for `SaveAll()`.
+
+    `jax.checkpoint` moves values that its policy calls `Offloadable` to the memory of
+    the host. Here they are saved on the device, and a warning says so.
+
+    Attributes:
+        saveable: `saveable(primitive, *avals, **params)` tells whether results of a
+            primitive are saved. It must be hashable.
+        rest: The policy for all other values.
+
+    Example:
+        >>> import dafjax, jax, jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.tanh(jnp.sin(x @ w)))
+        >>> w, x = jnp.ones((256, 256)), jnp.ones((256, 256))
+        >>> policy = jax.checkpoint_policies.dots_saveable
+        >>> f = dafjax.remat_compress(loss, policy=policy)
+        >>> [str(item.codec) for item in dafjax.saved_residuals(f, w, x).kept]
+        ['None']
+    """
+
+    saveable: Callable[..., Any]
+    rest: AbstractPolicy = CompressExpensive()
+
+    def __post_init__(self) -> None:
+        if any(self.saveable is maker for maker in _MAKERS):
+            raise TypeError(
+                f"`SaveSaveable(saveable)` got `{self.saveable!r}`, which makes a "
+                "policy. Call it first, for example `save_only_these_names('a')`."
+            )
+        is_class = inspect.isclass(self.saveable)
+        if is_class or not callable(self.saveable):
+            raise TypeError(
+                "`SaveSaveable(saveable)` must be a function `saveable(primitive, "
+                f"*avals, **params)`, but got {'the class ' if is_class else ''}"
+                f"`{self.saveable!r}`. Use a policy of `jax.checkpoint_policies`."
+            )
+        try:
+            hash(self.saveable)
+        except TypeError:
+            raise TypeError(
+                "`SaveSaveable(saveable)` must be hashable, but got "
+                f"`{self.saveable!r}`. Make it a function or a frozen dataclass."
+            ) from None
+        if not isinstance(self.rest, AbstractPolicy):
+            raise TypeError(
+                "`SaveSaveable(rest=...)` must be a policy of `dafjax.policies`, but "
+                f"got `{self.rest!r}`. Use `dafjax.policies.CompressExpensive()`."
+            )
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return self.rest.patterns
+
+    def saves_exactly(self, residual: Residual) -> bool:
+        # Not `any`: each answer is checked.
+        answers = [self._is_saveable(asked) for asked in residual.operations]
+        return any(answers) or self.rest.saves_exactly(residual)
+
+    def __call__(self, residual: Residual) -> Decision:
+        return Save() if self.saves_exactly(residual) else self.rest(residual)
+
+    def _is_saveable(self, asked: Operation) -> bool:
+        returned = self.saveable(asked.primitive, *asked.avals, **asked.params)
+        answer = read_answer(returned)
+        if answer is None:
+            raise TypeError(
+                "`remat_compress(policy=...)`: a policy of `jax.checkpoint` must "
+                "return a bool, `Saveable`, `Recompute` or `Offloadable(...)`, but "
+                f"`{self.saveable!r}` returned `{returned!r}` for `{asked.primitive}`."
+            )
+        if answer is Answer.OFFLOAD:
+            warnings.warn(
+                "`remat_compress(policy=...)`: the policy offloads results of "
+                f"`{asked.primitive}`: `{returned}`. dafjax saves them on the device. "
+                "To keep residuals in the memory of the host, leave out `policy` and "
+                "pass `store=dafjax.stores.Host()`, which moves their codes. To save "
+                "them on the device without this warning, return `True` for them.",
+                stacklevel=2,
+            )
+        return answer is not Answer.RECOMPUTE
+
+
+def as_policy(policy: Any, option: str) -> AbstractPolicy:
+    """Returns the policy that an option `policy=...` stands for.
+
+    Args:
+        policy: A policy, a policy of `jax.checkpoint`, or `None`.
+        option: The name of the option in errors.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(policy, AbstractPolicy):
+        return policy
+    if policy is None or policy is checkpoint_policies.nothing_saveable:
+        return CompressExpensive()
+    if policy is checkpoint_policies.everything_saveable:
+        return SaveAll()
+    if callable(policy) and not inspect.isclass(policy):
+        return SaveSaveable(policy)
+    raise TypeError(
+        f"`{option}` must be a policy, a policy of `jax.checkpoint` or `None`, but got "
+        f"`{policy!r}` of type `{type(policy).__name__}`. Policies are made by the "
+        "classes of `dafjax.policies`, for example "
+        "`dafjax.policies.CompressExpensive()`, or are functions as those of "
+        "`jax.checkpoint_policies`, for example "
+        "`jax.checkpoint_policies.dots_saveable`."
+    )

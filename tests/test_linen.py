@@ -1,6 +1,7 @@
 """The lifted transform: equal to `nn.remat` but for gradients, and smaller."""
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import flax.errors
@@ -406,3 +407,45 @@ def test_without_flax_the_error_says_what_to_install(module):
 def test_importing_dafjax_does_not_import_flax():
     program = "import dafjax, sys; assert 'flax' not in sys.modules"
     run_python(program)
+
+
+class TestPorting:
+    """Code for `nn.remat` works with `dafjax.linen.remat_compress` in its place."""
+
+    def test_every_parameter_is_taken_as_flax_takes_it(self):
+        ours = inspect.signature(dafjax.linen.remat_compress).parameters
+        flax_s = inspect.signature(nn.remat).parameters
+        assert list(ours)[: len(flax_s)] == list(flax_s)
+        for name, parameter in flax_s.items():
+            assert ours[name].kind == parameter.kind
+            if parameter.default is not inspect.Parameter.empty:
+                assert ours[name].default == parameter.default
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ((True, True, False, False, (2,), jax.checkpoint_policies.dots_saveable)),
+            ((True, ["dropout", "params"], False, True, 2, None, ["__call__"])),
+        ],
+    )
+    def test_arguments_by_position(self, arguments, x):
+        def loss(wrap):
+            block = wrap(Block, *arguments)(0.0)
+            variables = block.init(jax.random.key(0), x, False)
+            f = lambda v: jnp.mean(block.apply(v, x, False) ** 2)
+            return jax.grad(f)(variables)["params"]
+
+        got, want = loss(dafjax.linen.remat_compress), loss(nn.remat)
+        assert relative_error(flat(got), flat(want)) < 0.05
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"concrete": True}, NotImplementedError, "concrete=True.*static_argnums"),
+            ({"prevent_cse": 1}, TypeError, "prevent_cse=.*bool"),
+            ({"policy": "dots"}, TypeError, "policy=.*'dots'"),
+        ],
+    )
+    def test_bad_options(self, options, error, message):
+        with pytest.raises(error, match=message):
+            dafjax.linen.remat_compress(Block, **options)

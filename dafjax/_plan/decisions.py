@@ -10,7 +10,8 @@ from dafjax._plan.pooling import Pooling, find_poolings
 from dafjax._plan.shares import Total
 from dafjax._plan.steering import find_steering
 from dafjax._trace.equation import Equation
-from dafjax._trace.graph import live_equations
+from dafjax._trace.graph import live_equations, names_of_user
+from dafjax._trace.operation import Operation, naming, operation_of
 from dafjax._trace.primitives import (
     compares_equality,
     draws,
@@ -83,6 +84,9 @@ def decide(
     # A code near 0 may stand for 0.
     exact.update(eqn.divisor for eqn in program.backward if eqn.divisor is not None)
     steering = find_steering(program)
+    producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+    # They have the names of values that the user has named, and are others.
+    phases = {v for eqn in instead.values() for v in eqn.input_values}
 
     def settle(
         value: int,
@@ -130,6 +134,9 @@ def decide(
             names=names[value],
             program=fingerprint,
             number=value,
+            operations=()
+            if value in phases
+            else (*_named_by(program, value), *_made_by(producers.get(value))),
             **found,
         )
 
@@ -165,13 +172,6 @@ def decide(
         multiplies = not multiplied.isdisjoint(inputs)
         divides = eqn.divisor is not None and bool(sources[eqn.divisor])
         for value in eqn.outputs:
-            total = totals.get(value)
-            if total is not None and is_inexact(decisions[total.operand]):
-                # It has hardly any noise, and what there is is that of its shares.
-                decisions[value] = Recompute()
-                known[value] = False
-                sources[value] = frozenset()
-                continue
             residual = describe(
                 value,
                 eqn.primitive,
@@ -185,6 +185,14 @@ def decide(
                 contracted=eqn.contracted_size,
                 multiplied=multiplies,
             )
+            total = totals.get(value)
+            of_codes = total is not None and is_inexact(decisions[total.operand])
+            if of_codes and not policy.saves_exactly(residual):
+                # It has hardly any noise, and what there is is that of its shares.
+                decisions[value] = Recompute()
+                known[value] = False
+                sources[value] = frozenset()
+                continue
             settle(value, residual, reached, has_effect=eqn.has_effect, flips=flips)
             is_complex = jnp.issubdtype(program.avals[value].dtype, jnp.complexfloating)
             amplifies_now = amplifies or is_amplifying(
@@ -226,11 +234,24 @@ def packings_of_places(
             names=names_of_place(pooling.gradient.place),
             program=program.fingerprint,
             number=pooling.value,
+            # A policy that saves all that is pooled leaves the search to JAX.
+            operations=_made_by(pooling.gradient),
         )
         decision = policy(places)
         if isinstance(decision, Compress) and not is_inexact(decision):
             packings[pooling] = decision
     return packings
+
+
+def _named_by(program: Program, value: int) -> tuple[Operation, ...]:
+    """Returns the operations of `checkpoint_name`, of which tags are left."""
+    names = names_of_user(program.tags.get(value, ()))
+    return tuple(naming(program.avals[value], name) for name in names)
+
+
+def _made_by(equation: Equation | None) -> tuple[Operation, ...]:
+    operation = None if equation is None else operation_of(equation)
+    return () if operation is None else (operation,)
 
 
 def is_inexact(decision: Decision) -> bool:

@@ -38,7 +38,7 @@ from dafjax._trace.primitives import (
 )
 from dafjax._trace.residuals import Program
 from dafjax._trace.tracing import names_of_place
-from dafjax.codecs import AbstractCodec, Affine
+from dafjax.codecs import AbstractCodec, Affine, Bitmask
 from dafjax.policies import (
     CODED_DTYPES,
     AbstractPolicy,
@@ -100,6 +100,7 @@ def make_plan(
             *(r.mask for r in rectifiers.values()),
             *(total.operand for total in totals.values()),
             *phased.phases,
+            *pooled.rows,
         ),
         policy,
         fingerprint=fingerprint,
@@ -107,7 +108,10 @@ def make_plan(
         activations=activations,
         packed=packed,
         totals=totals,
-        decided=dict(zip(pooled.places, packings.values(), strict=True)),
+        decided={
+            **dict(zip(pooled.places, packings.values(), strict=True)),
+            **dict.fromkeys(pooled.rows, Compress(Bitmask())),
+        },
         instead=phased.sines,
         iterations=iterations,
     )

@@ -13,6 +13,12 @@ Ties, padding and NaN are as in JAX: the first of equal elements wins, in row-ma
 order; padding counts as -infinity, which wins where it comes first and nothing is
 larger; an element after a NaN always wins, so that what is found is the first maximum
 after the last NaN, or a NaN that comes last.
+
+The pooled value of a window with a NaN is NaN, or, of large float32 arrays with jaxlib
+0.10.2 on CPUs, the maximum of the other elements. So the forward pass also notes in
+which rows of the last axis pooled values are not finite, one bit for each row. In all
+other rows no pooled value is recomputed as NaN, also where a code of few bits stands
+for -infinity as for NaN.
 """
 
 import dataclasses
@@ -69,9 +75,14 @@ class Windows:
         """Bits of the number of a place."""
         return (len(self._places()) - 1).bit_length()
 
+    @property
+    def _keeps(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """The comparison that keeps the first of two elements."""
+        return lax.ge if self.pooling == "reduce_window_max" else lax.le
+
     def find_places(self, x: jax.Array) -> jax.Array:
         """Returns the place of every window's maximum, `bool[num_bits, *pooled]`."""
-        keeps = lax.ge if self.pooling == "reduce_window_max" else lax.le
+        keeps = self._keeps
         elements = self._elements(x)
         best = next(elements)
         number = jnp.zeros(best.shape, jnp.uint8)
@@ -83,15 +94,33 @@ class Windows:
             [(number >> bit) % 2 == 1 for bit in map(jnp.uint8, range(self.num_bits))]
         )
 
-    def pick_places(self, bits: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns the element of every window at its place; NaN where one is NaN."""
+    def pick_places(self, bits: jax.Array, rows: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns the element of every window at its place.
+
+        Args:
+            bits: The places.
+            rows: The result of `find_rows`. A window in such a row is NaN if one of its
+                elements is. In other rows the maximum of the other elements stands for
+                a NaN.
+            x: The operand of the pooling.
+        """
+        keeps = self._keeps
         number = _number(bits)
         elements = self._elements(x)
-        picked = next(elements)
+        picked = best = next(elements)
+        has_nan = picked != picked
         for place, element in enumerate(elements, start=1):
-            is_place = (number == jnp.uint8(place)) & (picked == picked)
-            picked = lax.select(is_place | (element != element), element, picked)
-        return picked
+            is_nan = element != element
+            picked = lax.select(number == jnp.uint8(place), element, picked)
+            best = lax.select(keeps(best, element) | is_nan, best, element)
+            has_nan |= is_nan
+        finite = lax.select(picked == picked, picked, best)
+        is_nan = jnp.expand_dims(rows, -1) & has_nan
+        return lax.select(is_nan, lax.full_like(picked, jnp.nan), finite)
+
+    def find_rows(self, pooled: jax.Array) -> jax.Array:
+        """Returns which rows of the last axis have a value that is not finite."""
+        return jnp.any(~jnp.isfinite(pooled), axis=-1)
 
     def scatter_to_places(self, bits: jax.Array, cotangent: jax.Array) -> jax.Array:
         """Adds the cotangent of every window to its place."""
@@ -198,11 +227,13 @@ class Rewritten:
     Attributes:
         program: It.
         places: The values that are the places, as bits.
+        rows: The values that tell in which rows pooled values are not finite.
         picks: How pooled values are recomputed, by value.
     """
 
     program: Program
     places: tuple[int, ...]
+    rows: tuple[int, ...]
     picks: Mapping[int, Equation]
 
 
@@ -221,7 +252,7 @@ def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
         return call_equation(function, operands, inputs, (output,), in_place_of)
 
     places: list[int] = []
-    picks: dict[int, Equation] = {}
+    poolings_of: list[tuple[Pooling, Equation]] = []
     for pooling in poolings:
         operand, windows, gradient = pooling.operand, pooling.windows, pooling.gradient
         bits = pooling.value
@@ -230,9 +261,7 @@ def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
         avals.extend([ShapedArray(pooling.places.shape, jnp.bool_)] * missing)
         places.append(bits)
         pooled = [eqn for eqn in forward if _pools(program, eqn, operand, windows)]
-        for eqn in pooled:
-            (value,) = eqn.outputs
-            picks[value] = call(windows.pick_places, (bits, operand), value, eqn)
+        poolings_of.extend((pooling, eqn) for eqn in pooled)
         found = call(
             windows.find_places, (operand,), bits, pooled[0] if pooled else gradient
         )
@@ -244,6 +273,17 @@ def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
             gradient.outputs[0],
             gradient,
         )
+    rows: list[int] = []
+    picks: dict[int, Equation] = {}
+    for pooling, eqn in poolings_of:
+        (value,) = eqn.outputs
+        rows.append(len(avals))
+        avals.append(ShapedArray(avals[value].shape[:-1], jnp.bool_))
+        windows = pooling.windows
+        found = call(windows.find_rows, (value,), rows[-1], eqn)
+        forward.insert(forward.index(eqn) + 1, found)
+        inputs = (pooling.value, rows[-1], pooling.operand)
+        picks[value] = call(windows.pick_places, inputs, value, eqn)
     return Rewritten(
         program=dataclasses.replace(
             program,
@@ -252,6 +292,7 @@ def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
             backward=tuple(backward),
         ),
         places=tuple(places),
+        rows=tuple(rows),
         picks=picks,
     )
 

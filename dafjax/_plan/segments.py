@@ -51,6 +51,7 @@ class Segment:
         inputs: The values that it reads.
         outputs: Those of the values that it makes that are read later.
         activations: Positions of the inputs that nothing keeps alive.
+        may_repeat: Whether all that it does may be done twice.
         ends: Whether all outputs are small, as a loss. The backward pass of such a
             segment follows at once.
         nbits_of_loops: About how many bits wait of its loops while other segments run
@@ -63,6 +64,7 @@ class Segment:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     activations: tuple[int, ...]
+    may_repeat: bool
     ends: bool
     nbits_of_loops: int
 
@@ -73,7 +75,8 @@ class Segment:
         Not if it starts from arguments alone, nor right before its backward pass; of
         loops and branches the iterations are run again.
         """
-        return bool(self.activations) and not self.ends and not has_bodies(self.closed)
+        starts_inside = bool(self.activations) and not self.ends
+        return starts_inside and self.may_repeat and not has_bodies(self.closed)
 
 
 def cut(
@@ -238,10 +241,11 @@ def _segment(
         return [env[v] for v in outputs]
 
     return Segment(
-        closed=trace_like(run, *(graph.avals[v] for v in inputs)),
+        closed=trace_like(run, *map(graph.type_of, inputs)),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         activations=tuple(n for n, v in enumerate(inputs) if v not in alive),
+        may_repeat=all(eqn.may_repeat for eqn in equations),
         ends=all(_nbytes(graph, v) <= _SMALL_NBYTES for v in outputs),
         nbits_of_loops=_nbits_of_loops(graph, equations),
     )

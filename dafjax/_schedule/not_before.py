@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dafjax._trace.equation import Equation
+from dafjax._trace.graph import is_array
 
 
 def not_before(token: jax.Array, value: jax.Array) -> jax.Array:
@@ -17,7 +18,8 @@ def not_before(token: jax.Array, value: jax.Array) -> jax.Array:
         token: A scalar that is 0, which XLA does not know.
         value: Any array. Of keys their data wait.
     """
-    if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+    aval = jax.typeof(value)
+    if is_array(aval) and jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = not_before(token, jax.random.key_data(value))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     if not can_be_tied(value):
@@ -39,5 +41,6 @@ def fill_not_before(token: jax.Array, equation: Equation) -> list[jax.Array]:
 
 
 def can_be_tied(value: Any) -> bool:
-    """Returns whether a value is an array of numbers, and not one of keys."""
-    return not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
+    """Returns whether a value is an array of numbers, not one of keys, and no token."""
+    aval = jax.typeof(value)
+    return is_array(aval) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)

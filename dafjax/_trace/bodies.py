@@ -7,12 +7,15 @@ is stacked are codes. The same holds for the branches of a `cond`.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from dafjax._trace.equation import (
     Atom,
@@ -24,9 +27,10 @@ from dafjax._trace.equation import (
     look_up,
     scan_arity,
 )
-from dafjax._trace.graph import Graph, flatten
+from dafjax._trace.graph import Graph, flatten, names_of_user
 from dafjax._trace.primitives import is_cheap
-from dafjax._trace.tracing import ClosedJaxpr, has_primitive
+from dafjax._trace.residuals import trace_like
+from dafjax._trace.tracing import ClosedJaxpr, as_function, has_primitive
 
 
 _WITH_BODIES = ("scan", "cond")
@@ -120,6 +124,7 @@ def with_wrapped_bodies(
                     outputs = call_instead(
                         equation, run(equation, lives, moves, wrap), look_up(atoms, env)
                     )
+                outputs = _named(outputs, _names_of_results(equation))
             else:
                 outputs = evaluate(equation, look_up(equation.inputs, env))
             env.update(zip(equation.outputs, outputs, strict=True))
@@ -201,9 +206,13 @@ def _scan(
     num_consts, num_carry = scan_arity(equation)
     first_x = num_consts + num_carry
     (body,) = bodies(equation)
+    names = _names_of_outputs(body)
+    # An iteration reads the values that the iteration before it has named.
+    unnamed: tuple[str, ...] = ()
+    names_of_arguments = [unnamed] * num_consts + names[:num_carry]
     function = wrap(
         Body(
-            body,
+            _with_named_arguments(body, names_of_arguments),
             activations=tuple(
                 number
                 for number, lives_on in enumerate(lives)
@@ -252,3 +261,58 @@ def _cond(
         return list(lax.switch(index, branches, *operands))
 
     return run
+
+
+def _names_of_outputs(closed: ClosedJaxpr) -> list[tuple[str, ...]]:
+    """Returns the names that a program, or a body in it, gives to each of its outputs.
+
+    `jax.ad_checkpoint.checkpoint_name` names a value where it is made, and it can be a
+    residual of another program: of the next iteration, or behind the loop.
+    """
+    graph = flatten(closed)
+    names = dict(graph.tags)
+    for equation in graph.equations:
+        if equation.primitive in _WITH_BODIES:
+            inside = _names_of_results(equation)
+            for value, found in zip(equation.outputs, inside, strict=True):
+                names[value] = (*names.get(value, ()), *found)
+    return [
+        () if isinstance(atom, Constant) else names_of_user(names.get(atom, ()))
+        for atom in graph.outputs
+    ]
+
+
+def _names_of_results(equation: Equation) -> list[tuple[str, ...]]:
+    """Returns the names that its body, or one of its branches, gives to each result."""
+    of_bodies = map(_names_of_outputs, bodies(equation))
+
+    def joined(*operands: Any) -> list[tuple[str, ...]]:
+        del operands
+        return [
+            tuple(dict.fromkeys(itertools.chain(*names)))
+            for names in zip(*of_bodies, strict=True)
+        ]
+
+    return call_instead(equation, joined, ())
+
+
+def _named(values: Sequence[Any], names: Sequence[tuple[str, ...]]) -> list[Any]:
+    return [
+        functools.reduce(checkpoint_name, names_of_value, value)
+        for value, names_of_value in zip(values, names, strict=True)
+    ]
+
+
+def _with_named_arguments(
+    body: ClosedJaxpr, names: Sequence[tuple[str, ...]]
+) -> ClosedJaxpr:
+    """Returns a body whose first arguments have names."""
+    if not any(names):
+        return body
+    function = as_function(body)
+
+    def named(*arguments: Any) -> list[Any]:
+        first, rest = arguments[: len(names)], arguments[len(names) :]
+        return function(*_named(first, names), *rest)
+
+    return trace_like(named, *body.in_avals)

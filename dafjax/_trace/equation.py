@@ -13,6 +13,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax._src.core import DropVar, Var
+from jax._src.effects import remat_allowed_effects
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
@@ -68,6 +69,20 @@ class Equation:
     def params(self) -> Mapping[str, Any]:
         """The primitive's parameters."""
         return self.jaxpr.eqns[0].params
+
+    @property
+    def written(self) -> jex_core.JaxprEqn | None:
+        """The equation as JAX wrote it; `None` for a call of several operations.
+
+        Calls that `call_equation` makes of one operation stand for that operation.
+        """
+        (eqn,) = self.jaxpr.eqns
+        while eqn.primitive.name in _CALLS:
+            eqns = with_constants(eqn.params["jaxpr"]).jaxpr.eqns
+            if len(eqns) != 1:
+                return None
+            (eqn,) = eqns
+        return eqn
 
     @property
     def operand_atoms(self) -> tuple[Atom, ...]:
@@ -210,6 +225,15 @@ class Equation:
     def has_effect(self) -> bool:
         """Whether it does more than compute its outputs."""
         return bool(self.jaxpr.eqns[0].effects)
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether it may run a second time, as `jax.checkpoint` would run it.
+
+        Not where it reads or writes something outside the program, as `io_callback`.
+        """
+        effects = self.jaxpr.eqns[0].effects
+        return not remat_allowed_effects.filter_not_in(effects)
 
     @property
     def name_stack(self) -> str:

@@ -1,11 +1,14 @@
 """A traced function as one flat list of equations, whatever calls it contains."""
 
 import dataclasses
+import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, final
 
+import jax
 import jax.core
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 from jax._src.core import DropVar
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
@@ -52,6 +55,8 @@ class Graph:
         outputs: What the program returns.
         tags: The names that `jax.ad_checkpoint.checkpoint_name` gave to values, where
             its equations are left out.
+        tokens: The types of the values that are tokens. In `avals` they are arrays
+            without elements.
     """
 
     avals: tuple[jax.core.ShapedArray, ...]
@@ -59,6 +64,11 @@ class Graph:
     equations: tuple[Equation, ...]
     outputs: tuple[Atom, ...]
     tags: Mapping[int, tuple[str, ...]]
+    tokens: Mapping[int, Any]
+
+    def type_of(self, value: int) -> Any:
+        """Returns the type of a value, as functions of it are traced."""
+        return self.tokens.get(value, self.avals[value])
 
 
 def live_equations(
@@ -96,13 +106,40 @@ def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
         equations=tuple(builder.equations),
         outputs=tuple(outputs),
         tags=builder.tags,
+        tokens=builder.tokens,
+    )
+
+
+def stopped_outputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
+    """Returns which outputs of a program no gradient reaches, whatever its arguments.
+
+    `jax.lax.stop_gradient` stops it. JAX knows that of an output of operations, but not
+    of a function with a derivative rule.
+    """
+    graph = flatten(closed, is_differentiated=False)
+    has_gradient = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in graph.avals]
+    stopped = {value for value, has in enumerate(has_gradient) if not has}
+    for eqn in graph.equations:
+        if eqn.primitive == "stop_gradient" or stopped.issuperset(eqn.input_values):
+            stopped.update(eqn.outputs)
+    return tuple(
+        isinstance(atom, int) and atom in stopped and has_gradient[atom]
+        for atom in graph.outputs
     )
 
 
 def mark_as_wrapped(results: Sequence[Any]) -> list[Any]:
     """Returns the results of a wrapped function, which can be recognized by them."""
-    marked = [checkpoint_name(result, _WRAPPED) for result in results[:1]]
-    return [*marked, *results[1:]]
+    marked = list(results)
+    arrays = (n for n, result in enumerate(results) if is_array(jax.typeof(result)))
+    for first in itertools.islice(arrays, 1):
+        marked[first] = checkpoint_name(results[first], _WRAPPED)
+    return marked
+
+
+def is_array(aval: Any) -> bool:
+    """Returns whether a type has a shape and a dtype. A token has neither."""
+    return hasattr(aval, "dtype")
 
 
 def _is_marked(body: ClosedJaxpr) -> bool:
@@ -110,6 +147,11 @@ def _is_marked(body: ClosedJaxpr) -> bool:
         eqn.primitive.name == "name" and eqn.params["name"] == _WRAPPED
         for eqn in body.jaxpr.eqns
     )
+
+
+def names_of_user(tags: Iterable[str]) -> tuple[str, ...]:
+    """Returns the tags of a value without the mark of a wrapped function."""
+    return tuple(tag for tag in tags if tag != _WRAPPED)
 
 
 _NO_ELEMENTS = jax.core.ShapedArray((0,), bool)
@@ -122,12 +164,15 @@ class _Builder:
         self._inlined = inlined
         self._names_are_tags = names_are_tags
         self.tags: dict[int, tuple[str, ...]] = {}
+        self.tokens: dict[int, Any] = {}
         self.avals: list[jax.core.ShapedArray] = []
         self.equations: list[Equation] = []
 
     def new_value(self, aval: Any) -> int:
-        # A token has no shape and no dtype.
-        self.avals.append(aval if hasattr(aval, "dtype") else _NO_ELEMENTS)
+        if not is_array(aval):
+            self.tokens[len(self.avals)] = aval
+            aval = _NO_ELEMENTS
+        self.avals.append(aval)
         return len(self.avals) - 1
 
     def splice(self, closed: ClosedJaxpr, arguments: Sequence[Atom]) -> list[Atom]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dafjax._trace.bounded_exp import name_bounded
 from dafjax._trace.equation import Atom, Equation, renumber, values_of
 from dafjax._trace.factored_sums import factor_sums
-from dafjax._trace.graph import flatten, live_equations
+from dafjax._trace.graph import flatten, is_array, live_equations
 from dafjax._trace.tanh_slope import name_slopes
 from dafjax._trace.tracing import ClosedJaxpr, as_function, nbytes_of
 
@@ -109,9 +109,9 @@ def _is_plain(param: Any) -> bool:
     return param is None or isinstance(param, (bool, int, float, str))
 
 
-def is_differentiable(dtype: Any) -> bool:
-    """Returns whether values of a dtype have cotangents."""
-    return jnp.issubdtype(dtype, jnp.inexact)
+def is_differentiable(aval: Any) -> bool:
+    """Returns whether values of a type have cotangents; tokens have none."""
+    return is_array(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
@@ -125,7 +125,7 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
     Returns:
         The two programs.
     """
-    differentiable = tuple(is_differentiable(aval.dtype) for aval in closed.out_avals)
+    differentiable = tuple(map(is_differentiable, closed.out_avals))
     traced, transposed = _trace(closed, perturbed, differentiable)
     num_results = len(differentiable)
     num_cotangents = sum(differentiable)
