@@ -25,12 +25,10 @@ import dafjax
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console, make_table
 from benchmarks.zoo import NETWORKS, SCALED, Network
+from dafjax._assess import array_noise
 
 
 Record = dict[str, Any]
-
-# A gradient this much smaller than the whole is zero up to rounding.
-_ZERO = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +91,7 @@ def measure(network: Network, bits: int, num_seeds: int) -> Record:
         bits: Bits of the codes.
         num_seeds: Seeds of the rounding noise.
     """
-    exact = jax.jit(jax.grad(network.loss))(network.params, *network.batch)
+    exact = _leaves(jax.jit(jax.grad(network.loss))(network.params, *network.batch))
 
     @jax.jit
     def compressed(seed: jax.Array, params: Any, *batch: jax.Array) -> Any:
@@ -101,24 +99,21 @@ def measure(network: Network, bits: int, num_seeds: int) -> Record:
         return jax.grad(loss)(params, *batch)
 
     draws = [
-        compressed(jnp.uint32(1000 + 7 * seed), network.params, *network.batch)
+        _leaves(compressed(jnp.uint32(seed), network.params, *network.batch))
         for seed in range(num_seeds)
     ]
-    leaves = jax.tree_util.tree_leaves_with_path(exact)
-    total = np.sqrt(sum(float(jnp.vdot(g, g)) for _, g in leaves))
-    arrays = {}
-    for n, (path, g) in enumerate(leaves):
-        g = np.asarray(g, np.float64)
-        norm = np.linalg.norm(g)
-        if norm > _ZERO * total:
-            errors = [np.asarray(jax.tree.leaves(d)[n], np.float64) - g for d in draws]
-            noise = np.mean([np.linalg.norm(e) for e in errors]) / norm
-            of_mean = np.linalg.norm(np.mean(errors, 0)) / norm
-            arrays[jax.tree_util.keystr(path)] = {
-                "noise": float(noise),
-                "of_mean": float(of_mean),
-            }
+    mean = {path: np.mean([draw[path] for draw in draws], 0) for path in exact}
+    of_mean = array_noise(exact, [mean])
+    arrays = {
+        path: {"noise": array.noise, "of_mean": of_mean[path].noise}
+        for path, array in array_noise(exact, draws).items()
+    }
     return {"bits": bits, "seeds": num_seeds, "arrays": arrays}
+
+
+def _leaves(gradient: Any) -> dict[str, np.ndarray]:
+    pairs = jax.tree_util.tree_leaves_with_path(gradient)
+    return {jax.tree_util.keystr(path): np.asarray(x, np.float64) for path, x in pairs}
 
 
 def _row(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""What compression does to the gradient of a loss, measured before it is trained."""
+"""Measures the effect of compression on the gradient of a loss."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ _MOST_RESIDUALS = 8
 @final
 @dataclasses.dataclass(frozen=True)
 class ArrayNoise:
-    """What compression does to the gradient of one parameter array.
+    """The effect of compression on the gradient of one parameter array.
 
     All figures are relative to the norm of the exact gradient.
 
@@ -51,7 +51,7 @@ class ArrayNoise:
 @final
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What was measured at some bits.
+    """The figures at some bits.
 
     Attributes:
         bits: The option `bits` of `remat_compress`.
@@ -100,7 +100,7 @@ class NoisyResidual:
 @final
 @dataclasses.dataclass(frozen=True)
 class Assessment:
-    """What compression does to a gradient. Prints as two tables.
+    """The effect of compression on a gradient. Prints as two tables.
 
     Attributes:
         settings: One for each number of bits.
@@ -230,7 +230,7 @@ def assess(
 def array_noise(
     exact: Mapping[str, np.ndarray], draws: Sequence[Mapping[str, np.ndarray]]
 ) -> dict[str, ArrayNoise]:
-    """Returns what compression does to each array of a gradient.
+    """Returns the effect of compression on each array of a gradient.
 
     Arrays whose exact gradient is zero up to rounding are left out.
 
@@ -256,7 +256,7 @@ def _noise_of(products: np.ndarray) -> ArrayNoise:
 
     def squared_bias(chosen: np.ndarray) -> float:
         n = len(chosen)
-        return (chosen.sum() - np.trace(chosen)) / (n * (n - 1))
+        return (chosen.sum() - np.trace(chosen)) / max(n * (n - 1), 1)
 
     bias = squared_bias(products)
     error = 0.0

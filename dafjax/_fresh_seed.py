@@ -34,7 +34,7 @@ def freshen(seed: Array, differentiated: Sequence[Any]) -> Array:
         uint32 scalar. Of examples that `vmap` maps all have the same.
     """
     arrays = [x for x in differentiated if _can_be_hashed(x)]
-    chosen = sorted(arrays, key=lambda x: x.size)[:_MOST_ARRAYS]
+    chosen = sorted(arrays, key=jnp.size)[:_MOST_ARRAYS]
     return _mix(seed, *chosen) if chosen else seed
 
 
@@ -46,7 +46,7 @@ def _can_be_hashed(x: Any) -> bool:
 
 @functools.partial(jax.jit, inline=True)
 def _mix(seed: Array, *arrays: Array) -> Array:
-    for x in arrays:
+    for x in map(jnp.asarray, arrays):
         seed = (seed ^ _checksum(lax.stop_gradient(x))) * jnp.uint32(_FACTOR)
         seed = seed ^ (seed >> jnp.uint32(15)) + jnp.uint32(_GOLDEN_RATIO)
     return seed

@@ -29,6 +29,8 @@ def stages_of(loss, *arguments):
         bits=Bits(),
     )
     packed = {item.value for item in program.kept if item.codec is not None}
+    # A copy is packed in place of the value that it stands for.
+    packed.update(program.copies.values())
     equations = program.program.forward
     stages = with_early_sums(program.program, equations, packed)
     # Each once, with what is made of it.

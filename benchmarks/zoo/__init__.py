@@ -1,4 +1,4 @@
-"""Small networks of other people's kinds, none of which dafjax was tuned for.
+"""Small networks of many kinds. dafjax was tuned for none of them.
 
 Each module has functions that return a `Network`; `NETWORKS` lists them by name.
 """

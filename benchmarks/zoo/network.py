@@ -1,4 +1,4 @@
-"""What a network of the zoo is: a loss, parameters and a batch."""
+"""A network of the zoo: a loss, parameters and a batch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -72,8 +72,8 @@ def classifier(
 def perturbed(params: ArrayTree) -> ArrayTree:
     """Moves constant parameters, such as biases of 0 and scales of 1, by 0.2 or so.
 
-    A bias of 0 makes the scale before it, and what a later norm divides out, parameters
-    without a gradient. Trained networks have none of these.
+    With a bias of 0, the scale before it has no gradient if a later norm divides it
+    out. Trained networks have other biases.
     """
     leaves, structure = jax.tree.flatten(params)
     return structure.unflatten(

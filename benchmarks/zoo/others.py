@@ -11,7 +11,7 @@ from benchmarks.zoo.network import Network, classes, normal, perturbed
 
 
 class Flow(nn.Module):
-    """Affine couplings (Dinh et al., 2017); returns what is normal, and log det."""
+    """Affine couplings (Dinh et al., 2017); returns a normal array, and log det."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Transformers and what they are made of."""
+"""Transformers and their parts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -4,8 +4,8 @@ A layer norm divides each row by its own scale, a batch norm each channel, a nor
 queries each head. Rounding noise is as large as the range of a quantization group. A
 group that holds several rows gives all of them the noise of the largest; the norm then
 divides a small row, and its noise, by the scale of the small row alone. So a group must
-not mix what a norm tells apart. This module finds, for each value, what norms keep
-apart: a scale of its own belongs to each index of the kept axes.
+not mix rows that a norm keeps apart. This module finds, for each value, the axes that
+norms reduce. Each index of the other axes has a scale of its own.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Extent:
 
     @property
     def view(self) -> tuple[int, ...]:
-        """The shape in which each factor is an axis."""
+        """The shape of the array if each factor is an axis of its own."""
         return tuple(length for length, _ in self._factors)
 
     @property
@@ -286,7 +286,7 @@ def _carry_reduction(
 def _carry_slice(
     eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
 ) -> _Axes | None:
-    """Returns the axes of a whole, where those of a part are known."""
+    """Returns the axes of an array, given the axes of a slice of it."""
     if eqn.params["strides"] is not None and set(eqn.params["strides"]) != {1}:
         return None
     return _widen(axes, shape, eqn.params["start_indices"])
@@ -304,14 +304,14 @@ def _carry_split(
 
 
 def _widen(axes: _Axes, shape: tuple[int, ...], starts: Sequence[int]) -> _Axes | None:
-    """Returns the axes of a whole of which a part has some axes, or None."""
+    """Returns the axes of an array of which a slice has some axes, or None."""
     found = []
     for factors, length, start in zip(axes, shape, starts, strict=True):
         part = math.prod(n for n, _ in factors)
         if part == length:
             found.append(factors)
             continue
-        # What lies behind the first factor repeats along the whole axis.
+        # The factors behind the first one repeat along the whole axis.
         first, *rest = factors if not factors[0][1] else ((1, False), *factors)
         unit = math.prod(n for n, _ in rest)
         if length % unit or start % unit:

@@ -1,10 +1,10 @@
 """Values that a norm reads are stored at one scale, with the scale beside them.
 
-Where quantization groups would mix what a norm keeps apart (`extents.py`), the forward
-pass makes a normalized copy of the value: less the mean of its extent, if the norm
-subtracts that, and divided by about the root mean square of the extent. The copy is
-stored in codes; the scale, of one byte for each extent, and the mean, of two, are
-stored as they are. The value itself is recomputed from them.
+Quantization groups would mix rows, heads or channels that a later norm keeps apart
+(`extents.py`). So the forward pass makes a normalized copy of the value: it subtracts
+the mean of each extent, if the norm does, and divides by about the root mean square.
+The copy is stored in codes. The scale takes one byte for each extent, the mean two. The
+value itself is recomputed from these.
 
 Copies are float32 where the value is float64. A complex value has two, its real and its
 imaginary part.
@@ -32,12 +32,12 @@ from dafjax.policies import CODED_DTYPES
 @final
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The form in which a value is stored.
+    """How a value is stored: normalized, cut off, or both.
 
     Attributes:
         extents: The extents that have a scale of their own, the first one first.
-        limit: Where the value is cut off on both sides: all that reads it in the
-            backward pass is constant beyond. Infinite if it is not.
+        limit: The magnitude at which the value is cut off, as all its readers in the
+            backward pass are constant beyond. Infinite if it is not cut off.
     """
 
     extents: tuple[Extent, ...] = ()
@@ -53,8 +53,8 @@ class Normalized:
         copies: The number of the copy; of a complex value, of its real part and of its
             imaginary part.
         statistics: The numbers of means and scales.
-        equations: What makes all of these.
-        recompute: How the value is recomputed from them.
+        equations: The equations that make all of these.
+        recompute: The equation that recomputes the value from them.
     """
 
     copies: tuple[int, ...]
@@ -70,11 +70,11 @@ def with_copies(
 
     Args:
         program: The program.
-        forms: The forms in which these values are stored.
+        forms: The form of each of these values.
 
     Returns:
-        The program, in which nothing reads the copies yet, and the copies by the values
-        that they stand for.
+        The program with the copies, which have no reader yet; and the copies by the
+        values that they stand for.
     """
     avals, tags = list(program.avals), dict(program.tags)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
@@ -86,8 +86,8 @@ def with_copies(
         tags.update((copy, tags.get(value, ())) for copy in copies[value].copies)
     of_arguments = (v for v in copies if v < program.num_arguments)
     forward = [eqn for v in of_arguments for eqn in copies[v].equations]
-    # What saturates gives the same for a value that is cut off. It reads the copy, so
-    # that nothing holds on to the value.
+    # A function that saturates gives the same for the copy, which is cut off. It reads
+    # the copy, so that the value itself is not live any longer.
     limited = [v for v, form in forms.items() if form.limit < math.inf]
     cut_off = {v: copies[v].copies[0] for v in limited}
     for eqn in program.forward:
@@ -257,17 +257,17 @@ class _Scale:
 
 
 def _mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns the mean of what is finite, 0 if it overflows."""
+    """Returns the mean of the finite elements, 0 if it overflows."""
     mean = jnp.mean(jnp.where(jnp.isfinite(x), x, 0), axes).astype(jnp.bfloat16)
     return jnp.where(jnp.isfinite(mean), mean, 0)
 
 
 def _half_octaves(parts: Sequence[jax.Array], axes: tuple[int, ...]) -> jax.Array:
-    """Returns twice the logarithm of a scale of what is finite, rounded.
+    """Returns twice the logarithm of the scale of the finite elements, rounded.
 
-    Of float32 it is the root mean square, from -128 to 127. A scale beyond is none the
-    worse, for codes have ranges of their own. Of float64 it is the largest magnitude,
-    so that what is scaled is in the range of float32.
+    For float32 the scale is the root mean square, and the logarithm from -128 to 127. A
+    scale beyond does no harm, for codes have ranges of their own. For float64 the scale
+    is the largest magnitude, so that scaled values are in the range of float32.
     """
     finite = [jnp.where(jnp.isfinite(x), x, 0) for x in parts]
     info = jnp.finfo(finite[0].dtype)

@@ -79,13 +79,14 @@ class _RunningForward:
         self._seed = seed
         self._kept = {item.value: (site, item) for site, item in enumerate(plan.kept)}
         self._codecs = codecs
+        self._copied = frozenset(plan.copies.values())
         equations = live_equations(plan.program.forward, [*results, *self._kept])
         self._sums = find_column_sums(plan.program, equations, codecs)
         found = itertools.chain.from_iterable(self._sums.values())
         with_packing = set(itertools.chain.from_iterable(found))
         others = [eqn for eqn in equations if eqn not in with_packing]
         others = live_equations(others, [*results, *self._kept])
-        self.stages = with_early_sums(plan.program, others, codecs)
+        self.stages = with_early_sums(plan.program, others, {*codecs, *self._copied})
         self._last_use = last_uses([s.equation for s in self.stages], results)
         self._env: dict[int, Any] = dict(enumerate(arguments))
         self._stored: dict[int, ArrayTree] = {}
@@ -182,8 +183,20 @@ class _RunningForward:
             ]
         outputs = evaluate(equation, operands)
         self._env.update(zip(equation.outputs, outputs, strict=True))
+        if self._ties.forward:
+            self._tie_copied(equation)
         for value in stage.made:
             self.keep(value, now, stage.sums if value == stage.made[0] else ())
+
+    def _tie_copied(self, equation: Equation) -> None:
+        """Puts a barrier behind values with copies: XLA:CPU would compute them anew.
+
+        For the scale, for the copy, and for their readers.
+        """
+        for value in self._copied.intersection(equation.outputs):
+            self._env[value], self._token = tie(
+                self._env[value], self._token, only_on_cpus=True
+            )
 
     def _tie_rectified(self, equation: Equation) -> None:
         """Ties what a mask is made of: XLA would make it again, of what it is of."""
