@@ -47,8 +47,9 @@ def _can_be_hashed(x: Any) -> bool:
 @functools.partial(jax.jit, inline=True)
 def _mix(seed: Array, *arrays: Array) -> Array:
     for x in map(jnp.asarray, arrays):
+        # Packing scrambles the seed once more.
         seed = (seed ^ _checksum(lax.stop_gradient(x))) * jnp.uint32(_FACTOR)
-        seed = seed ^ (seed >> jnp.uint32(15)) + jnp.uint32(_GOLDEN_RATIO)
+        seed += jnp.uint32(_GOLDEN_RATIO)
     return seed
 
 
