@@ -21,6 +21,7 @@
 #include "pool/attachment.h"
 #include "pool/pool.h"
 #include "pool/registry.h"
+#include "python/one_owner.h"
 #include "python/pool_bytes.h"
 #include "python/pool_errors.h"
 
@@ -216,6 +217,9 @@ void AddPool(py::module_& m) {
           "Frees what executions left that are over.")
       .def("collect_all", [](Pool& self) { Collect(&self, true); },
            "The same, and counts all executions as over.");
+  RefuseCopies(&pool, "a page pool has one owner in one process, and cannot be copied or "
+                      "pickled. Pass the pool itself, or make another with a name of its "
+                      "own.");
   AddPoolBytes(m, &pool);
 }
 
