@@ -74,6 +74,14 @@ class _Kept:
         self.codes = _bytes(seed, tiles * TILE * bits)
         self.metadata = _bytes(seed + 1, metadata)
         self.tiles = tiles
+        self.reads = 0
+        self.is_spent = False
+
+    def count(self, reads):
+        """Counts a load by one who says how many there are in a backward pass."""
+        if reads > 0:
+            self.reads += 1
+            self.is_spent |= self.reads >= reads
 
     def check(self, got):
         bits_put, bits_kept, codes, metadata = got
@@ -141,17 +149,18 @@ class PoolMachine(RuleBasedStateMachine):
         assert handle not in self.gone
         self.kept[handle] = _Kept(**shape)
 
-    @rule(number=st.integers(0, 1 << 30))
-    def get(self, number):
+    @rule(number=st.integers(0, 1 << 30), reads=st.integers(0, 3))
+    def get(self, number, reads):
         handle = self.choose(number)
         if handle is None:
             return
         try:
-            got = self.pool.get(0, 0, handle)
+            got = self.pool.get(0, 0, handle, reads)
         except StaleHandle:
             got = None
         if got is not None:
             self.kept[handle].check(got)
+            self.kept[handle].count(reads)
         else:
             assert self.is_over(self.kept[handle])
             self.forget(handle)
@@ -214,7 +223,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def collect(self):
         self.pool.collect()
-        for handle in [h for h, kept in self.kept.items() if self.is_over(kept)]:
+        gone = [h for h, k in self.kept.items() if self.is_over(k) or k.is_spent]
+        for handle in gone:
             with pytest.raises(StaleHandle, match="its execution is over"):
                 self.pool.get(0, 0, handle)
             self.forget(handle)
@@ -412,6 +422,24 @@ def test_collecting_gives_memory_back():
         assert pool.stats().reclaims == 1
     assert pool.stats().committed_nbytes == 0
     assert pool.stats().entries == 0
+
+
+def test_collecting_frees_what_its_backward_pass_has_read():
+    with PagePool() as pool:
+        read, in_part, unread = (_put(pool._pool, site=n) for n in range(3))
+        for _ in range(2):
+            pool._pool.get(1, 0, read, reads=2)
+        pool._pool.get(1, 0, in_part, reads=2)
+        assert pool.stats().live_entries == 3
+        pool.collect()
+        assert (pool.stats().live_entries, pool.stats().entries) == (2, 2)
+        for handle in (in_part, unread):
+            assert pool._pool.get(1, 0, handle)[1] == 8
+        with pytest.raises(
+            StaleHandle, match=r"backward pass has run.*`PagePool.colle"
+        ):
+            pool._pool.get(1, 0, read)
+        assert pool._pool.violation() is None
 
 
 @pytest.mark.parametrize("growth", [AdaptiveGrowth(), FixedGrowth("10MB")], ids=repr)

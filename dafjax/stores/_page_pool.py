@@ -34,7 +34,8 @@ class PagePool(AbstractStore):
 
     Residuals live until the execution that put them is over; their pages are then
     reused. A gradient that is computed in another execution than its forward pass may
-    find its residuals gone, and says so: `StaleHandle`.
+    find its residuals gone, and says so: `StaleHandle`. `collect` frees them earlier:
+    as soon as the backward pass has read them.
 
     Residuals in affine codes of 1, 2, 4 or 8 bits wait in the pool, as one entry each,
     or one for each of the parts in which a backward pass on CPUs reads them. They have
@@ -292,7 +293,20 @@ class PagePool(AbstractStore):
             self._pool.set_bits(number, 0 if bits is None else int(bits))
 
     def collect(self) -> None:
-        """Frees what executions left that are over; gives memory back to the system.
+        """Frees residuals that are done with; gives memory back to the system.
+
+        Done with are those that a backward pass has read as often as it does, and those
+        of executions that are over. Call it between steps, when the results are there
+        (`jax.block_until_ready`): nothing is left then. Residuals that have yet to be
+        read stay, as those of a pullback (`jax.vjp`) that has not been called, and so
+        does what a backward pass reads only in part, because `jax.jit` leaves out what
+        no result needs: until the execution is over.
+
+        Earlier calls are safe too: a step that still runs keeps what it has yet to
+        read. Only a backward pass that runs again, as by a second call of a pullback,
+        finds nothing after that, and says so: `StaleHandle` (from a program on a CPU, a
+        `jax.errors.JaxRuntimeError` that tells it). Call the pullback as often as
+        needed first.
 
         On a GPU it waits until that has done what it was told.
 
