@@ -7,7 +7,7 @@ import math
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import jax
 from jax.core import Tracer
@@ -22,6 +22,7 @@ from dafjax._meet_target import (
     nbytes,
 )
 from dafjax._native import LEDGER_NOTE, make_ledger, pool_hash
+from dafjax._numbers import as_count
 from dafjax._targets import Target
 from dafjax._trace.tracing import (
     as_function,
@@ -92,17 +93,8 @@ def adaptive_jit(
         raise TypeError(
             f"`adaptive_jit(fun)` must be given a function, but got `{fun!r}`."
         )
-    if isinstance(most_compiles, bool) or not isinstance(most_compiles, int):
-        raise TypeError(
-            "`adaptive_jit(most_compiles=...)` must be an integer, but got "
-            f"`{most_compiles!r}`."
-        )
-    if most_compiles < 1:
-        raise ValueError(
-            "`adaptive_jit(most_compiles=...)` must be at least 1, but got "
-            f"{most_compiles}."
-        )
-    return AdaptiveJit(fun, most_compiles, jit_options)
+    most = as_count("adaptive_jit(most_compiles=...)", most_compiles, least=1)
+    return AdaptiveJit(fun, most, jit_options)
 
 
 def measure_variances(fun: Callable[..., Any], *args: Any) -> dict[str, float]:
@@ -221,6 +213,13 @@ class AdaptiveJit:
     def num_compiles(self) -> int:
         """How many programs there have been for arguments of the same shapes."""
         return self._num_compiles
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A step of `dafjax.adaptive_jit` cannot be copied or pickled: it owns what "
+            "the running program has measured, and compiled programs. Pass the step "
+            "itself; in another process, wrap its function with `adaptive_jit` again."
+        )
 
     def __repr__(self) -> str:
         return f"<adaptive_jit of {self._fun!r}, {self._num_compiles} compiled>"

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from dafjax._numbers import shown
+
 
 CHOICES = (1, 2, 3, 4, 8)
 
@@ -18,12 +20,12 @@ TWICE = {1: 2, 2: 4, 3: 8, 4: 8, 8: 8}
 def _check(name: str, bits: Any) -> None:
     if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)):
         raise TypeError(
-            f"`Bits({name}=...)` must be one of {CHOICES}, but got `{bits!r}` of type "
-            f"`{type(bits).__name__}`."
+            f"`Bits({name}=...)` must be one of {CHOICES}, but got `{shown(bits)}` of "
+            f"type `{type(bits).__name__}`."
         )
     if bits not in CHOICES:
         raise ValueError(
-            f"`Bits({name}=...)` must be one of {CHOICES}, but got {bits}."
+            f"`Bits({name}=...)` must be one of {CHOICES}, but got {shown(bits)}."
         )
 
 
@@ -176,11 +178,13 @@ def as_bits(bits: Any, name: str) -> Bits:
     if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)):
         raise TypeError(
             f"`{name}` must be None, one of {CHOICES}, one of {tuple(PRESETS)}, a dict "
-            f"from names to bits, or `dafjax.Bits(...)`, but got `{bits!r}` of type "
-            f"`{type(bits).__name__}`."
+            f"from names to bits, or `dafjax.Bits(...)`, but got `{shown(bits)}` of "
+            f"type `{type(bits).__name__}`."
         )
     if bits not in CHOICES:
-        raise ValueError(f"`{name}` must be None or one of {CHOICES}, but got {bits}.")
+        raise ValueError(
+            f"`{name}` must be None or one of {CHOICES}, but got {shown(bits)}."
+        )
     return Bits(int(bits))
 
 

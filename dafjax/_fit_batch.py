@@ -13,6 +13,7 @@ from dafjax._estimate import (
     measure,
 )
 from dafjax._nbytes import parse_nbytes, readable
+from dafjax._numbers import as_count, shown
 
 
 @final
@@ -72,7 +73,7 @@ def fit_batch(
         method: What the functions are that `remat_compress` made: `"dafjax"` for what
             they are, `"plain"`, or `"checkpoint"` for `jax.checkpoint`.
         multiple_of: Only multiples of this are tried.
-        max_batch: No larger batch is tried.
+        max_batch: No larger batch is tried; at most 2**31 - 1.
         compiler_options: Options for XLA, as in `jax.jit(compiler_options=...)`.
 
     Returns:
@@ -101,8 +102,8 @@ def fit_batch(
     """
     check_step("fit_batch", step)
     _check_method(method)
-    _check_count("multiple_of", multiple_of, 1)
-    _check_count("max_batch", max_batch, multiple_of)
+    multiple_of = _checked_batch("multiple_of", multiple_of, 1)
+    max_batch = _checked_batch("max_batch", max_batch, multiple_of)
     limit_nbytes = parse_nbytes("fit_batch(limit=...)", limit)
     # Raises an error if nothing is wrapped, whatever the method.
     lower("fit_batch", "plain", step, _arguments(args_of_batch, multiple_of), {})
@@ -199,23 +200,25 @@ def _arguments(args_of_batch: Any, batch: int) -> tuple[Any, ...]:
 
 
 def _check_method(method: Any) -> None:
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
             f"`fit_batch(method=...)` must be one of "
-            f"{', '.join(map(repr, METHODS))}, but got `{method!r}`."
+            f"{', '.join(map(repr, METHODS))}, but got `{shown(method)}`."
         )
 
 
-def _check_count(name: str, count: Any, least: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(
-            f"`fit_batch({name}=...)` must be an integer, but got `{count!r}` of type "
-            f"`{type(count).__name__}`."
-        )
-    if count < least:
+def _checked_batch(name: str, batch: Any, least: int) -> int:
+    checked = as_count(f"fit_batch({name}=...)", batch, least=least)
+    if checked > _MOST_BATCH:
         raise ValueError(
-            f"`fit_batch({name}=...)` must be at least {least}, but got {count}."
+            f"`fit_batch({name}=...)` must be at most {_MOST_BATCH}, but got "
+            f"{shown(batch)}."
         )
+    return checked
+
+
+# Sizes of arrays beyond this are none that XLA's indices hold.
+_MOST_BATCH = 2**31 - 1
 
 
 def _too_little(

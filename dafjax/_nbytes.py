@@ -1,7 +1,12 @@
 """Numbers of bytes as people write and read them."""
 
+import decimal
 import re
 from typing import Any
+
+import numpy as np
+
+from dafjax._numbers import shown
 
 
 _UNITS = {
@@ -9,34 +14,51 @@ _UNITS = {
     **{f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", start=1)},
     **{f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", start=1)},
 }
+# No machine has as many; sums of some such numbers fit 64 bits.
+MOST_NBYTES = 2**62
+# What has more digits than this is far too large; beyond all exponents it is infinite.
+_EXACT = decimal.Context(prec=60, traps=[])
 
 
-def parse_nbytes(name: str, nbytes: Any) -> int:
+def parse_nbytes(
+    name: str, nbytes: Any, *, most: int = MOST_NBYTES, remedy: str = ""
+) -> int:
     """Returns a number of bytes that was given as an integer or as text.
 
     Args:
         name: The argument that it is, as the user wrote it.
         nbytes: An integer, or a number with a unit: `"64MiB"`, `"1.5 GB"`.
+        most: The most bytes.
+        remedy: A sentence that says what else may be given.
 
     Raises:
         TypeError: It is neither an integer nor a string.
-        ValueError: It is no positive number, or has no unit that is known.
+        ValueError: It has no unit that is known, or is not from 1 to `most`.
     """
-    if isinstance(nbytes, bool) or not isinstance(nbytes, (int, str)):
+    valid = f"{_VALID} {remedy}".rstrip()
+    if isinstance(nbytes, bool) or not isinstance(nbytes, (int, np.integer, str)):
         raise TypeError(
-            f"`{name}` must be an integer or a string, but got `{nbytes!r}` of type "
-            f"`{type(nbytes).__name__}`. {_VALID}"
+            f"`{name}` must be an integer or a string, but got `{shown(nbytes)}` of "
+            f"type `{type(nbytes).__name__}`. {valid}"
         )
-    if isinstance(nbytes, int):
-        number = nbytes
-    else:
+    if isinstance(nbytes, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", nbytes.strip())
         if match is None or match[2] not in _UNITS:
-            raise ValueError(f"`{name}` cannot be read: {nbytes!r}. {_VALID}")
-        number = int(float(match[1]) * _UNITS[match[2]])
+            raise ValueError(f"`{name}` cannot be read: {shown(nbytes)}. {valid}")
+        # A float has too few digits for some numbers of bytes, and no room for others.
+        number = _EXACT.multiply(_EXACT.create_decimal(match[1]), _UNITS[match[2]])
+    else:
+        number = int(nbytes)
     if number < 1:
-        raise ValueError(f"`{name}` must be at least 1 byte, but got {nbytes!r}.")
-    return number
+        raise ValueError(
+            f"`{name}` must be at least 1 byte, but got {shown(nbytes)}. {valid}"
+        )
+    if number > most:
+        raise ValueError(
+            f"`{name}` must be at most {most} bytes ({readable(most)}), but got "
+            f"{shown(nbytes)}. {valid}"
+        )
+    return int(number)
 
 
 _VALID = (
@@ -50,8 +72,8 @@ def readable(nbytes: int) -> str:
     if nbytes < 1024:
         return f"{nbytes} B"
     size = float(nbytes)
-    for unit in ("KiB", "MiB"):
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         size /= 1024
         if size < 1024:
             return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} GiB"
+    return f"{size / 1024:.1f} EiB"

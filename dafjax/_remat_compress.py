@@ -24,6 +24,7 @@ from dafjax._call import (
 )
 from dafjax._derivative import with_compressed_residuals
 from dafjax._explained_errors import explained_concretization, explained_forward_mode
+from dafjax._numbers import shown
 from dafjax._rules import Options
 from dafjax._schedule.ties import Ties
 from dafjax._stand_in import current_stand_in
@@ -409,7 +410,7 @@ def _checked_max_parts(value: Any) -> int | None:
         error = ValueError if is_integer else TypeError
         raise error(
             "`remat_compress(max_parts=...)` must be an integer from 1 (all at once) "
-            f"on, or `None` for what suits the device, but got `{value!r}`."
+            f"on, or `None` for what suits the device, but got `{shown(value)}`."
         )
     return int(value)
 

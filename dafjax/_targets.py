@@ -1,21 +1,10 @@
 """What bits are allocated for, while a program runs."""
 
 import dataclasses
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 from dafjax._nbytes import parse_nbytes
-
-
-def _check(name: str, value: Any, lowest: float, highest: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"`{name}` must be a number, but got `{value!r}` of type "
-            f"`{type(value).__name__}`."
-        )
-    if not lowest <= value <= highest:
-        raise ValueError(
-            f"`{name}` must be from {lowest:g} to {highest:g}, but got {value:g}."
-        )
+from dafjax._numbers import as_real
 
 
 @final
@@ -58,7 +47,8 @@ class AverageBits:
     bits: float
 
     def __post_init__(self) -> None:
-        _check("AverageBits(bits=...)", self.bits, 1, 8)
+        bits = as_real("AverageBits(bits=...)", self.bits, lowest=1, highest=8)
+        object.__setattr__(self, "bits", bits)
 
 
 @final
@@ -74,7 +64,7 @@ class Budget:
 
     Raises:
         TypeError: `nbytes` is neither a number nor text.
-        ValueError: `nbytes` cannot be read, or is less than 1.
+        ValueError: `nbytes` cannot be read, or is not from 1 byte to 4 EiB.
 
     Example:
         >>> import dafjax
@@ -113,7 +103,10 @@ class NoiseCeiling:
     relative: float
 
     def __post_init__(self) -> None:
-        _check("NoiseCeiling(relative=...)", self.relative, 1e-12, 1e12)
+        relative = as_real(
+            "NoiseCeiling(relative=...)", self.relative, lowest=1e-12, highest=1e12
+        )
+        object.__setattr__(self, "relative", relative)
 
 
 Target: TypeAlias = AverageBits | Budget | NoiseCeiling

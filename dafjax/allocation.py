@@ -23,6 +23,8 @@ import math
 from collections.abc import Sequence
 from typing import final
 
+from dafjax._numbers import as_count, as_real
+
 
 # Codes of so many bits are prefixes of each other.
 LADDER = (1, 2, 4, 8)
@@ -41,6 +43,7 @@ class Site:
         maximum: The most.
 
     Raises:
+        TypeError: An attribute has a wrong type.
         ValueError: `num_elements` is negative, `importance` is negative or not finite,
             or a bound is not 1, 2, 4 or 8.
     """
@@ -51,21 +54,17 @@ class Site:
     maximum: int = 8
 
     def __post_init__(self) -> None:
-        if self.num_elements < 0:
-            raise ValueError(
-                f"`Site(num_elements=...)` must be at least 0, but got "
-                f"{self.num_elements}."
-            )
-        if not (math.isfinite(self.importance) and self.importance >= 0):
-            raise ValueError(
-                "`Site(importance=...)` must be finite and at least 0, but got "
-                f"{self.importance}."
-            )
-        for name, bits in (("minimum", self.minimum), ("maximum", self.maximum)):
+        num_elements = as_count("Site(num_elements=...)", self.num_elements, least=0)
+        object.__setattr__(self, "num_elements", num_elements)
+        importance = as_real("Site(importance=...)", self.importance, lowest=0)
+        object.__setattr__(self, "importance", importance)
+        for name in ("minimum", "maximum"):
+            bits = as_count(f"Site({name}=...)", getattr(self, name), least=1, most=8)
             if bits not in LADDER:
                 raise ValueError(
                     f"`Site({name}=...)` must be one of {LADDER}, but got {bits}."
                 )
+            object.__setattr__(self, name, bits)
         if self.minimum > self.maximum:
             raise ValueError(
                 f"`Site(minimum={self.minimum}, maximum={self.maximum})`: `minimum` "
@@ -113,6 +112,7 @@ def allocate(sites: Sequence[Site], budget: int) -> tuple[int, ...]:
         >>> allocate([Site(1000, 1.0), Site(1000, 500.0)], budget=5000)
         (1, 4)
     """
+    as_real("allocate(budget=...)", budget, lowest=-math.inf, highest=math.inf)
     best = _raised(sites, _lowest(sites, budget), budget)
     for floor in LADDER[1:]:
         bits = [min(max(floor, site.minimum), site.maximum) for site in sites]
@@ -151,6 +151,9 @@ def allocate_to_variance(sites: Sequence[Site], ceiling: float) -> tuple[int, ..
         >>> allocate_to_variance([Site(1000, 1.0), Site(1000, 500.0)], ceiling=3.5)
         (1, 4)
     """
+    as_real(
+        "allocate_to_variance(ceiling=...)", ceiling, lowest=-math.inf, highest=math.inf
+    )
     bits = [site.minimum for site in sites]
     variance = expected_variance(sites, bits)
     for step in _steps(sites, bits):

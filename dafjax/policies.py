@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import checkpoint_policies
 
 from dafjax._bits import matches
+from dafjax._numbers import as_count
 from dafjax._trace.operation import Answer, Operation as Operation, read_answer
 from dafjax._trace.primitives import (
     is_amplifying,
@@ -241,17 +242,9 @@ class CompressExpensive(AbstractPolicy):
     def __post_init__(self) -> None:
         _check_codec(self)
         for name, least in (("max_sources", 1), ("min_nbytes", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(
-                    f"`CompressExpensive({name}=...)` must be an int, but got "
-                    f"`{value!r}`."
-                )
-            if value < least:
-                raise ValueError(
-                    f"`CompressExpensive({name}=...)` must be at least {least}, but "
-                    f"got {value}."
-                )
+            argument = f"CompressExpensive({name}=...)"
+            count = as_count(argument, getattr(self, name), least=least)
+            object.__setattr__(self, name, count)
 
     @property
     def is_binding(self) -> bool:

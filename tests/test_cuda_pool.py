@@ -62,9 +62,9 @@ def _put(pool, x, *, bits=2, block_size=64, columns=0, site="x"):
     return _call("pool_put", handle, x, jnp.uint32(5), **code)
 
 
-def _get(pool, handle, like, *, block_size=64, columns=0):
+def _get(pool, handle, like, *, block_size=64, columns=0, reads=0):
     y = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    code = _code(pool, block_size, columns) | {"reads": np.int64(0)}
+    code = _code(pool, block_size, columns) | {"reads": np.int64(reads)}
     return jax.block_until_ready(_call("pool_get", y, handle, **code))
 
 
@@ -150,6 +150,26 @@ def test_a_residual_of_an_execution_that_is_over_is_gone(pool):
     _put(pool, x)
     pool.collect()
     _assert_refused(pool, handle, x)
+
+
+@pytest.mark.parametrize("packer", ["gpu", "cpu"])
+def test_collecting_frees_what_its_backward_pass_has_read(library, packer):
+    pool = PagePool(packer=packer, name=f"{uuid.uuid4()}", executions_in_flight=9)
+    x = _normal((1, 700))
+    read, in_part, unread = (_put(pool, x) for _ in range(3))
+    for _ in range(2):
+        want = _get(pool, read, x, reads=2)
+    _get(pool, in_part, x, reads=2)
+    assert pool.stats().live_entries == 3
+    pool.collect()
+    assert (pool.stats().live_entries, pool.stats().entries) == (2, 2)
+    for handle in (in_part, unread):
+        assert_same_bits(_get(pool, handle, x), want)
+    # What is put into its slot has not been read.
+    _put(pool, x)
+    pool.collect()
+    assert pool.stats().live_entries == 3
+    _assert_refused(pool, read, x)
 
 
 def test_a_handle_that_this_pool_did_not_make_is_refused(pool):
@@ -250,8 +270,9 @@ def test_training_gives_the_numbers_of_arrays(library):
 
 # On a GPU errors come later, and `backward_once` is refused.
 OTHERWISE_ON_A_GPU = (
-    "is_gone_is_a_clear_error", "are_freed_when_their_backward", "second_backward_pass",
-    "micro_batches_needs_the_memory", "did_not_make", "another_size", "other_platforms",
+    "is_gone_is_a_clear_error", "was_collected_is_a_clear_error", "did_not_make",
+    "are_freed_when_their_backward", "second_backward_pass", "another_size",
+    "micro_batches_needs_the_memory", "other_platforms",
 )  # fmt: skip
 
 

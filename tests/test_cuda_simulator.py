@@ -204,7 +204,7 @@ BUGS_OF_POOLS = {
     ),
     "a load reads the table when it is enqueued": (
         "device_pool/device_pool.cu",
-        "UnpackEntryOnDevice(stream, shape, entries_.table(), handle, y,",
+        "UnpackEntryOnDevice(stream, shape, entries_.table(), handle, reads, y,",
         """UnpackEntryOnDevice(stream, shape, [this] {
     const EntryTable table = entries_.table();
     if (table.chunks[0] == nullptr) return table;
@@ -214,7 +214,7 @@ BUGS_OF_POOLS = {
     static_cast<void>(cudaMemcpyAsync(now, table.chunks[0], nbytes,
                                       cudaMemcpyDeviceToDevice, nullptr));
     return EntryTable{256, {now}};
-  }(), handle, y,""",
+  }(), handle, reads, y,""",
     ),
     "streams do not wait for each other": (
         "device_pool/stream_order.h",
@@ -277,6 +277,16 @@ BUGS_OF_POOLS = {
         "words[0] != slot || words[1] != generation || words[2] != pool ||\n"
         "      words[3] != check",
         "words[0] != slot || words[2] != pool",
+    ),
+    "what was read in part counts as read": (
+        "cuda/unpack_entry.cu",
+        "entry->is_spent = ++entry->reads >= job.reads;",
+        "entry->is_spent = 1;",
+    ),
+    "what has been read is asked before it is": (
+        "device_pool/device_pool.cu",
+        "pool::Handle> spent;\n  Failure failure = order_.Enter(own_stream_);",
+        "pool::Handle> spent;\n  Failure failure = nullptr;",
     ),
     "a code that is left stands for the lowest": (
         "cuda/unpack_entry.cu",

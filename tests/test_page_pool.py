@@ -1,6 +1,8 @@
 """Page pools from Python: a model of what they keep, forks, threads, settings."""
 
+import copy
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -51,10 +53,13 @@ def _put(pool, *, run=1, device=0, site=0, bits=8, tiles=100, metadata=200, seed
     return pool.put(run, device, site, bits, codes, _bytes(seed + 1, metadata))
 
 
-def _python(program):
+def _python(program, *arguments):
     """Returns what a program of its own prints, its errors and its exit status."""
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout.strip(), done.stderr, done.returncode
 
@@ -69,6 +74,14 @@ class _Kept:
         self.codes = _bytes(seed, tiles * TILE * bits)
         self.metadata = _bytes(seed + 1, metadata)
         self.tiles = tiles
+        self.reads = 0
+        self.is_spent = False
+
+    def count(self, reads):
+        """Counts a load by one who says how many there are in a backward pass."""
+        if reads > 0:
+            self.reads += 1
+            self.is_spent |= self.reads >= reads
 
     def check(self, got):
         bits_put, bits_kept, codes, metadata = got
@@ -136,17 +149,18 @@ class PoolMachine(RuleBasedStateMachine):
         assert handle not in self.gone
         self.kept[handle] = _Kept(**shape)
 
-    @rule(number=st.integers(0, 1 << 30))
-    def get(self, number):
+    @rule(number=st.integers(0, 1 << 30), reads=st.integers(0, 3))
+    def get(self, number, reads):
         handle = self.choose(number)
         if handle is None:
             return
         try:
-            got = self.pool.get(0, 0, handle)
+            got = self.pool.get(0, 0, handle, reads)
         except StaleHandle:
             got = None
         if got is not None:
             self.kept[handle].check(got)
+            self.kept[handle].count(reads)
         else:
             assert self.is_over(self.kept[handle])
             self.forget(handle)
@@ -209,7 +223,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def collect(self):
         self.pool.collect()
-        for handle in [h for h, kept in self.kept.items() if self.is_over(kept)]:
+        gone = [h for h, k in self.kept.items() if self.is_over(k) or k.is_spent]
+        for handle in gone:
             with pytest.raises(StaleHandle, match="its execution is over"):
                 self.pool.get(0, 0, handle)
             self.forget(handle)
@@ -409,6 +424,24 @@ def test_collecting_gives_memory_back():
     assert pool.stats().entries == 0
 
 
+def test_collecting_frees_what_its_backward_pass_has_read():
+    with PagePool() as pool:
+        read, in_part, unread = (_put(pool._pool, site=n) for n in range(3))
+        for _ in range(2):
+            pool._pool.get(1, 0, read, reads=2)
+        pool._pool.get(1, 0, in_part, reads=2)
+        assert pool.stats().live_entries == 3
+        pool.collect()
+        assert (pool.stats().live_entries, pool.stats().entries) == (2, 2)
+        for handle in (in_part, unread):
+            assert pool._pool.get(1, 0, handle)[1] == 8
+        with pytest.raises(
+            StaleHandle, match=r"backward pass has run.*`PagePool.colle"
+        ):
+            pool._pool.get(1, 0, read)
+        assert pool._pool.violation() is None
+
+
 @pytest.mark.parametrize("growth", [AdaptiveGrowth(), FixedGrowth("10MB")], ids=repr)
 def test_pools_grow_as_they_are_told(growth):
     with PagePool(growth=growth) as pool:
@@ -446,7 +479,8 @@ def test_names_are_hashed_alike_in_every_process():
         ({"budget": "64 elephants"}, "`budget` cannot be read"),
         ({"budget": 0}, "`budget` must be at least 1 byte"),
         ({"executions_in_flight": 0}, "`executions_in_flight` must be an integer from"),
-        ({"executions_in_flight": 1.5}, "`executions_in_flight` must be an integer"),
+        ({"name": "\ud800"}, "`name` must be text that UTF-8 can encode"),
+        ({"packer": "tpu"}, "`packer` must be one of 'auto', 'gpu', 'cpu'"),
     ],
     ids=repr,
 )
@@ -455,16 +489,68 @@ def test_wrong_options_are_refused(options, message):
         PagePool(**options)
 
 
+# Each in a process of its own: a mistake here ends the process.
+COPY = """
+import copy, pickle, sys
+import jax
+import dafjax
+from dafjax._native import make_ledger
+
+owners = {
+    "PagePool": dafjax.stores.PagePool("1MiB", name="copied"),
+    "native pool": dafjax.stores.PagePool("1MiB", name="within")._pool,
+    "ledger": make_ledger("copied", [1, 2]),
+    "step": dafjax.adaptive_jit(lambda x: x),
+}
+owner = owners[sys.argv[1]]
+ways = {f"protocol {n}": lambda n=n: pickle.dumps(owner, n)
+        for n in range(pickle.HIGHEST_PROTOCOL + 1)}
+ways |= {"copy": lambda: copy.copy(owner), "deepcopy": lambda: copy.deepcopy([owner])}
+ways |= {"reduce": lambda: owner.__reduce__()}
+for way, attempt in ways.items():
+    try:
+        print(way, "made", attempt())
+    except TypeError as error:
+        if "cannot be copied or pickled" not in str(error):
+            print(way, "said", error)
+print("refused", len(ways))
+"""
+
+
+@pytest.mark.parametrize("owner", ["PagePool", "native pool", "ledger", "step"])
+def test_what_owns_native_state_is_not_copied(owner):
+    # Five protocols and more.
+    stdout, stderr, status = _python(COPY, owner)
+    assert (stderr, status) == ("", 0)
+    assert re.fullmatch(r"refused \d+", stdout)
+
+
+def test_a_pool_works_on_after_a_copy_was_refused():
+    with PagePool() as pool:
+        handle = _put(pool._pool)
+        with pytest.raises(TypeError, match=re.escape(f"name={pool.name!r}")):
+            copy.copy(pool)
+        assert pool._pool.get(1, 0, handle)[1] == 8
+
+
 def test_wrong_settings_are_refused():
     with pytest.raises(TypeError, match="`growth` must be"):
         PagePool(growth=100)
     with pytest.raises(ValueError, match=r"`AdaptiveGrowth\(share=...\)` must be"):
         AdaptiveGrowth(0.0)
-    with pytest.raises(ValueError, match="`nbytes` cannot be read"):
+    with pytest.raises(ValueError, match=r"`FixedGrowth\(nbytes=...\)` cannot be read"):
         FixedGrowth("much")
+    for options in ({"name": 5}, {"backward_once": 1}, {"lasting_only": "no"}):
+        with pytest.raises(TypeError, match=f"`{next(iter(options))}` must be"):
+            PagePool(**options)
     with PagePool() as pool:
-        with pytest.raises(ValueError, match="`bits` must be 1, 2, 4, 8 or None"):
-            pool.set_bits("*", 3)
+        pool.codec(Affine(bits=8), site="x")
+        for bits in (3, True, 2.0, float("nan"), "2", 2**70):
+            with pytest.raises(ValueError, match="`bits` must be 1, 2, 4, 8 or None"):
+                pool.set_bits("*", bits)
+        with pytest.raises(TypeError, match="`sites` must be the name"):
+            pool.set_bits(7, 2)
+        pool.set_bits("*", np.int64(2))
         with pytest.raises(TypeError, match="`budget` must be an integer or a string"):
             pool.budget = 1.5
         with pytest.raises(ValueError, match="`max_bits` must be 1, 2, 4 or 8"):

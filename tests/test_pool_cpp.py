@@ -76,6 +76,21 @@ BUGS = {
         "slot != kNoEntry && entries_[slot].pins > 0",
         "slot == kNoEntry && entries_[slot].pins > 0",
     ),
+    "what is yet to be read again is collected": (
+        "bookkeeping.cc",
+        "if (reads > 0 && ++entry.reads >= reads)",
+        "if (reads > 0 && ++entry.reads > 0)",
+    ),
+    "what nobody has read is collected": (
+        "bookkeeping.cc",
+        "if (entry.spent) {",
+        "if (entry.spent || entry.reads == 0) {",
+    ),
+    "what took the place of what was read counts as read": (
+        "bookkeeping.cc",
+        "  entry->spent = false;\n",
+        "",
+    ),
     "the most important loses": (
         "eviction.h",
         "return a.loss_per_byte < b.loss_per_byte;",

@@ -49,6 +49,10 @@ def _gradient(store, *, bits=2, loss=networks.mlp_loss, **options):
     return jax.jit(jax.grad(dafjax.remat_compress(loss, store=store, **options)))
 
 
+def _wrapped_in_arrays():
+    return dafjax.remat_compress(networks.mlp_loss, store=Arrays(), policy=_policy(2))
+
+
 def _scanned(f):
     """The loss of layers in a scan, wrapped as a whole."""
 
@@ -482,6 +486,77 @@ class TestLifetimes:
                 thread.join()
             assert not failures
             assert pool.stats().live_entries <= 5 * len(pool.sites)
+
+    @pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+    def test_nothing_is_live_when_a_step_is_done_and_collected(self, make, pool, key):
+        p, x = _example(key)
+        wrap = functools.partial(dafjax.remat_compress, store=pool, policy=_policy(2))
+        step = jax.jit(jax.value_and_grad(make(wrap)))
+        results = []
+        for _ in range(3):
+            results.append(jax.block_until_ready(step(p, x)))
+            assert pool.stats().live_entries > 0
+            pool.collect()
+            stats = pool.stats()
+            assert (stats.live_entries, stats.entries, stats.committed_nbytes) == (
+                0,
+            ) * 3
+        _assert_same(results[2], results[0])
+
+    def test_nothing_is_live_after_an_eager_step(self, loss, pool, key):
+        p, x = _example(key)
+        for argnums in (0, 1, (0, 1)):
+            jax.block_until_ready(jax.grad(loss, argnums)(p, x))
+            pool.collect()
+            assert pool.stats().entries == 0
+
+    def test_nothing_is_live_after_a_step_in_parts(self, pool, key):
+        p, x = _example(key, batch=8192, widths=(256, 1024, 1024))
+        jax.block_until_ready(_gradient(pool)(p, x))
+        # Each part is an entry.
+        assert pool.stats().live_entries > len(pool.sites)
+        pool.collect()
+        assert pool.stats().entries == 0
+
+    def test_a_pullback_that_has_yet_to_be_called_works_after_collect(
+        self, loss, pool, key
+    ):
+        p, x = _example(key)
+        want = jax.vjp(_wrapped_in_arrays(), p, x)[1](1.0)
+        _, pullback = jax.block_until_ready(jax.vjp(loss, p, x))
+        for _ in range(3):
+            pool.collect()
+        assert pool.stats().live_entries > 0
+        _assert_same(pullback(1.0), want)
+        # Twice, as long as nothing is collected between.
+        _assert_same(jax.block_until_ready(pullback(1.0)), want)
+        pool.collect()
+        assert pool.stats().entries == 0
+
+    def test_a_pullback_after_what_it_read_was_collected_is_a_clear_error(
+        self, loss, pool, key
+    ):
+        p, x = _example(key)
+        _, pullback = jax.vjp(loss, p, x)
+        jax.block_until_ready(pullback(1.0))
+        pool.collect()
+        message = (
+            "FAILED_PRECONDITION: .*pool_get: the residual .* its backward pass has"
+        )
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(pullback(1.0))
+
+    def test_collecting_while_steps_run_changes_nothing(self, pool, key):
+        p, x = _example(key, batch=2048, widths=(64, 256, 256))
+        step = _gradient(pool)
+        want = _gradient(Arrays())(p, x)
+        results = []
+        for _ in range(20):
+            # None is waited for: some have read in part what they put.
+            results.append(step(p, x))
+            pool.collect()
+        for got in results:
+            _assert_same(got, want)
 
     def test_a_residual_that_is_gone_is_a_clear_error(self, loss, pool, key):
         p, x = _example(key)

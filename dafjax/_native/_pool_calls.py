@@ -108,8 +108,8 @@ def pool_get(
         dtype: Its dtype.
         block_size: As it was put with.
         columns: As it was put with.
-        reads: How often a backward pass gets the entry; 0 if that is unknown. Not read
-            on GPUs.
+        reads: How often a backward pass gets the entry; 0 if that is unknown. When it
+            has, a collection frees the entry.
 
     Returns:
         An array `[*batch, m, n]` of `dtype`.

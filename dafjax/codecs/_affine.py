@@ -22,6 +22,7 @@ from dafjax._native._layout import (
     num_positions,
     num_words,
 )
+from dafjax._numbers import shown
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
 from dafjax.codecs._rows import from_rows, is_divided_by_type, rows_of, to_rows
@@ -126,6 +127,9 @@ class Affine(AbstractCodec):
             BLOCK_SIZES,
             "Smaller blocks are more accurate, for 32 / block_size bits an element.",
         )
+        # NumPy's integers overflow where Python's do not.
+        object.__setattr__(self, "bits", int(self.bits))
+        object.__setattr__(self, "block_size", int(self.block_size))
         _check_choice(
             "rounding",
             self.rounding,
@@ -251,28 +255,32 @@ class Affine(AbstractCodec):
 def _check_choice(
     name: str, value: object, choices: tuple[object, ...], remedy: str
 ) -> None:
-    # `True` equals 1, but is not a number of bits.
-    if value not in choices or isinstance(value, bool):
+    # `True` and 1.0 equal 1, but are no numbers of bits.
+    is_of_kind = isinstance(value, (int, np.integer, str))
+    if not is_of_kind or isinstance(value, bool) or value not in choices:
         raise ValueError(
-            f"`Affine({name}=...)` must be one of {choices}, but got {value!r}. "
+            f"`Affine({name}=...)` must be one of {choices}, but got {shown(value)}. "
             f"{remedy}"
         )
 
 
 def as_seed(seed: int | Array) -> Array:
     """Returns a seed as a uint32 scalar."""
-    if not isinstance(seed, int):
-        if seed.dtype != jnp.uint32 or seed.shape != ():
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        dtype, shape = getattr(seed, "dtype", None), getattr(seed, "shape", None)
+        if dtype != jnp.uint32 or shape != ():
+            kind = type(seed).__name__
+            if dtype is not None and shape is not None:
+                kind = f"{dtype.name}{list(shape)}"
             raise TypeError(
-                "`seed` must be an int or a uint32 scalar, but got "
-                f"{seed.dtype.name}{list(seed.shape)}. Use `jax.random.bits(key, (), "
-                "jnp.uint32)` to draw one from a PRNG key."
+                f"`seed` must be an int or a uint32 scalar, but got {kind}. Use "
+                "`jax.random.bits(key, (), jnp.uint32)` to draw one from a PRNG key."
             )
         return jnp.asarray(seed)
     value = operator.index(seed)
     if not 0 <= value < 2**32:
         raise ValueError(
-            f"`seed` must be from 0 to 2**32 - 1, but got {value}. "
+            f"`seed` must be from 0 to 2**32 - 1, but got {shown(value)}. "
             "Take it modulo 2**32."
         )
     return jnp.asarray(np.uint32(value))

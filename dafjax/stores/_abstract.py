@@ -46,8 +46,7 @@ class AbstractStore(abc.ABC):
         Args:
             wanted: The codec that was chosen for the residual.
             site: The residual's name, the same in every process.
-            reads: How often one backward pass on a CPU decodes all of it; 0 if that is
-                unknown.
+            reads: How often one backward pass decodes all of it; 0 if that is unknown.
             num_parts: In how many parts of its rows it may be decoded, where the codec
                 `packs_parts`.
         """

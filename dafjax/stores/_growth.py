@@ -4,6 +4,7 @@ import dataclasses
 from typing import final
 
 from dafjax._nbytes import parse_nbytes
+from dafjax._numbers import as_real
 
 
 @final
@@ -15,17 +16,26 @@ class AdaptiveGrowth:
     few residuals stays small, and one for many takes few steps.
 
     Attributes:
-        share: Of the most bytes in use in this execution and the one before.
+        share: Of the most bytes in use in this execution and the one before; above 0
+            and at most 1.
+
+    Raises:
+        TypeError: `share` is no number.
+        ValueError: `share` is out of range.
     """
 
     share: float = 1 / 32
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(
-                f"`AdaptiveGrowth(share=...)` must be above 0 and at most 1, but got "
-                f"{self.share!r}. For steps of one size use `FixedGrowth`."
-            )
+        share = as_real(
+            "AdaptiveGrowth(share=...)",
+            self.share,
+            lowest=0,
+            highest=1,
+            includes_lowest=False,
+            remedy="For steps of one size use `FixedGrowth`.",
+        )
+        object.__setattr__(self, "share", share)
 
 
 @final
@@ -35,12 +45,19 @@ class FixedGrowth:
 
     Attributes:
         nbytes: As an integer, or as text: `"100MB"`, which is what DAF takes.
+
+    Raises:
+        TypeError: `nbytes` is neither an integer nor text.
+        ValueError: `nbytes` cannot be read, or is not from 1 byte to 1 TiB.
     """
 
     nbytes: int | str = "100MB"
 
     def __post_init__(self) -> None:
-        parse_nbytes("nbytes", self.nbytes)
+        parse_nbytes("FixedGrowth(nbytes=...)", self.nbytes, most=_MOST_GROWTH)
 
+
+# What is committed is listed, page by page: a list for more ends the process.
+_MOST_GROWTH = 2**40
 
 Growth = AdaptiveGrowth | FixedGrowth

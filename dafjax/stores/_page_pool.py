@@ -4,10 +4,13 @@ import fnmatch
 import itertools
 import types
 from collections.abc import Sequence
-from typing import Any, Self, final
+from typing import Any, NoReturn, Self, final
+
+import numpy as np
 
 from dafjax._native import StaleHandle, make_pool, pool_hash, pool_note
 from dafjax._nbytes import parse_nbytes, readable
+from dafjax._numbers import as_count, shown
 from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target, as_number
 from dafjax._typing import Array, ArrayTree, Like
 from dafjax.codecs import AbstractCodec, Affine
@@ -31,7 +34,8 @@ class PagePool(AbstractStore):
 
     Residuals live until the execution that put them is over; their pages are then
     reused. A gradient that is computed in another execution than its forward pass may
-    find its residuals gone, and says so: `StaleHandle`.
+    find its residuals gone, and says so: `StaleHandle`. `collect` frees them earlier:
+    as soon as the backward pass has read them.
 
     Residuals in affine codes of 1, 2, 4 or 8 bits wait in the pool, as one entry each,
     or one for each of the parts in which a backward pass on CPUs reads them. They have
@@ -103,24 +107,23 @@ class PagePool(AbstractStore):
                 pools are made.
 
         Raises:
+            TypeError: An argument has a wrong type.
             ValueError: An argument is out of range, or a pool in use has the name.
             LibraryError: The compiled library is missing or does not fit jaxlib.
         """
-        if (
-            isinstance(executions_in_flight, bool)
-            or not isinstance(executions_in_flight, int)
-            or not 1 <= executions_in_flight <= _MOST_IN_FLIGHT
-        ):
-            raise ValueError(
-                f"`executions_in_flight` must be an integer from 1 to "
-                f"{_MOST_IN_FLIGHT}, but got {executions_in_flight!r}."
-            )
+        executions_in_flight = as_count(
+            "executions_in_flight",
+            executions_in_flight,
+            least=1,
+            most=_MOST_IN_FLIGHT,
+            remedy="It is how many executions overlap: 1 where one thread dispatches.",
+        )
         _check_flag("backward_once", backward_once)
         _check_flag("lasting_only", lasting_only)
-        if packer not in _PACKERS:
+        if not isinstance(packer, str) or packer not in _PACKERS:
             raise ValueError(
                 f"`packer` must be one of {', '.join(map(repr, _PACKERS))}, but got "
-                f"{packer!r}."
+                f"{shown(packer)}."
             )
         if not isinstance(growth, Growth):
             raise TypeError(
@@ -128,7 +131,7 @@ class PagePool(AbstractStore):
                 f"`{growth!r}`."
             )
         adaptive = isinstance(growth, AdaptiveGrowth)
-        self._name = f"pool {next(_NUMBERS)}" if name is None else name
+        self._name = f"pool {next(_NUMBERS)}" if name is None else _checked_name(name)
         self._hash = pool_hash(self._name)
         self._sites: dict[int, str] = {}
         self._target: Target | None = None
@@ -137,9 +140,9 @@ class PagePool(AbstractStore):
         self._lasting_only = lasting_only
         self._pool: Any = make_pool(
             self._name,
-            budget=None if budget is None else parse_nbytes("budget", budget),
+            budget=None if budget is None else _parse_budget(budget),
             growth_share=growth.share if adaptive else None,
-            growth_nbytes=None if adaptive else parse_nbytes("nbytes", growth.nbytes),
+            growth_nbytes=None if adaptive else parse_nbytes("growth", growth.nbytes),
             executions_in_flight=executions_in_flight,
             backward_once=backward_once,
             packer=packer,
@@ -162,9 +165,7 @@ class PagePool(AbstractStore):
 
     @budget.setter
     def budget(self, budget: int | str | None) -> None:
-        self._pool.budget = (
-            UNLIMITED if budget is None else parse_nbytes("budget", budget)
-        )
+        self._pool.budget = UNLIMITED if budget is None else _parse_budget(budget)
 
     @property
     def target(self) -> Target | None:
@@ -263,11 +264,19 @@ class PagePool(AbstractStore):
             bits: 1, 2, 4 or 8; None for what is allocated, or the codec's.
 
         Raises:
+            TypeError: `sites` is no text.
             ValueError: `bits` is none of these, or no site has such a name.
         """
-        if bits not in (None, 1, 2, 4, 8):
+        if not isinstance(sites, str):
+            raise TypeError(
+                "`sites` must be the name of a residual, or a pattern for some, as "
+                f'`"*/conv1/*"`, but got `{shown(sites)}`.'
+            )
+        is_integer = isinstance(bits, (int, np.integer)) and not isinstance(bits, bool)
+        if bits is not None and not (is_integer and bits in (1, 2, 4, 8)):
             raise ValueError(
-                f"`bits` must be 1, 2, 4, 8 or None (the codec's), but got {bits!r}."
+                "`bits` must be 1, 2, 4, 8 or None (the codec's), but got "
+                f"{shown(bits)}."
             )
         found = [n for n, name in self._sites.items() if _matches(name, sites)]
         if not found:
@@ -281,10 +290,23 @@ class PagePool(AbstractStore):
                 f"they are known when the program has been traced.{left_out}"
             )
         for number in found:
-            self._pool.set_bits(number, bits or 0)
+            self._pool.set_bits(number, 0 if bits is None else int(bits))
 
     def collect(self) -> None:
-        """Frees what executions left that are over; gives memory back to the system.
+        """Frees residuals that are done with; gives memory back to the system.
+
+        Done with are those that a backward pass has read as often as it does, and those
+        of executions that are over. Call it between steps, when the results are there
+        (`jax.block_until_ready`): nothing is left then. Residuals that have yet to be
+        read stay, as those of a pullback (`jax.vjp`) that has not been called, and so
+        does what a backward pass reads only in part, because `jax.jit` leaves out what
+        no result needs: until the execution is over.
+
+        Earlier calls are safe too: a step that still runs keeps what it has yet to
+        read. Only a backward pass that runs again, as by a second call of a pullback,
+        finds nothing after that, and says so: `StaleHandle` (from a program on a CPU, a
+        `jax.errors.JaxRuntimeError` that tells it). Call the pullback as often as
+        needed first.
 
         On a GPU it waits until that has done what it was told.
 
@@ -322,6 +344,15 @@ class PagePool(AbstractStore):
     def __hash__(self) -> int:
         return hash((PagePool, self._name))
 
+    # For `copy` and every protocol of `pickle`.
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A `dafjax.stores.PagePool` cannot be copied or pickled: it owns memory of "
+            "this process, and compiled programs find it by its name. Pass the pool "
+            "itself; in another process, make one with "
+            f"`dafjax.stores.PagePool(..., name={self._name!r})`."
+        )
+
     def __repr__(self) -> str:
         budget = self.budget
         shown = "None" if budget is None else f'"{readable(budget)}"'
@@ -329,9 +360,31 @@ class PagePool(AbstractStore):
         return f"PagePool({shown}{lasting_only}, name={self._name!r})"
 
 
+def _parse_budget(budget: int | str) -> int:
+    return parse_nbytes("budget", budget, remedy="`None` is for no limit.")
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`name` must be text or None, but got `{shown(name)}` of type "
+            f"`{type(name).__name__}`."
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"`name` must be text that UTF-8 can encode, but got {shown(name)}. Leave "
+            "out lone surrogates."
+        ) from error
+    return name
+
+
 def _check_flag(argument: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"`{argument}` must be True or False, but got `{value!r}`.")
+        raise TypeError(
+            f"`{argument}` must be True or False, but got `{shown(value)}`."
+        )
 
 
 def _matches(name: str, pattern: str) -> bool:

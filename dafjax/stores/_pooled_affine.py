@@ -24,7 +24,7 @@ class PooledAffine(AbstractCodec):
         affine: The code; its bits are those of a pool with no others set or allocated.
         pool: Hash of the pool's name.
         site: Hash of the name of what is put.
-        reads: How often a backward pass on a CPU decodes it; 0 if that is unknown.
+        reads: How often a backward pass decodes it; 0 if that is unknown.
         num_parts: Into how many parts of its rows it is divided at most. Each part is
             an entry of its own, if each row is packed by itself and planes fill pages.
     """

@@ -72,6 +72,9 @@ class Recorder final : public pool::AttachablePool {
   Status Abort(const pool::Handle& handle) noexcept override {
     return pool_->Abort(handle);
   }
+  void MarkSpent(const pool::Handle& handle) noexcept override {
+    pool_->MarkSpent(handle);
+  }
   void NoteRange(pool::SiteId site, double mean_square,
                  int64_t num_tiles) noexcept override {
     pool_->NoteRange(site, mean_square, num_tiles);
@@ -221,7 +224,7 @@ class Scenario {
       }
       // The backward pass: never, once or twice.
       for (int64_t times = Below(3); times > 0; --times) {
-        for (size_t i = puts_.size(); i > first; --i) LoadSome(i - 1);
+        for (size_t i = puts_.size(); i > first; --i) LoadSome(i - 1, Below(3));
       }
       if (Below(3) == 0) LoadNothing();
       if (Below(5) == 0) Synchronize();
@@ -292,6 +295,26 @@ class Scenario {
     }
     Synchronize();
     CHECK(num_refused_ > 0 && on_device_->num_refused() == num_refused_);
+  }
+
+  // The device has yet to run all loads when the host asks what has been read.
+  void CollectWhatHasBeenRead() {
+    for (int i = 0; i < 3; ++i) PutThis({FloatType::kFloat32, 1, 64, 1, 3000, 0}, 8);
+    LoadSome(0, 2);
+    LoadSome(1, 1);
+    Collect();
+    CHECK(pool_.Snapshot().entries_live == 2);
+    LoadSome(0, 2);
+    LoadSome(1);
+    Collect();
+    CHECK(pool_.Snapshot().entries_live == 1);
+    // Its slot is another entry's, which nothing has read.
+    PutThis({FloatType::kFloat32, 1, 64, 1, 3000, 0}, 8);
+    Collect();
+    CHECK(pool_.Snapshot().entries_live == 2);
+    for (size_t i = 0; i < puts_.size(); ++i) LoadSome(i);
+    Synchronize();
+    CHECK(num_refused_ == 3 && on_device_->num_refused() == 3);
   }
 
   int64_t num_loads() const { return num_loads_; }
@@ -382,7 +405,7 @@ class Scenario {
     puts_.push_back(std::move(put));
   }
 
-  void LoadSome(size_t index) {
+  void LoadSome(size_t index, int64_t reads = 0) {
     const Put& put = puts_[index];
     const int64_t count = put.shape.num_rows * put.shape.row_elements;
     Load load;
@@ -395,7 +418,7 @@ class Scenario {
     // As the program orders them.
     CHECK(cudaStreamWaitEvent(stream, put.done.get(), 0) == 0);
     load.y.reset(new uint8_t[count * ElementNbytes(put.shape.type)]);
-    Enqueue(stream, put.shape, put.handle_on_device.get(), load.y.get());
+    Enqueue(stream, put.shape, put.handle_on_device.get(), load.y.get(), reads);
     // What the host has decided so far.
     pool::GetView view;
     if (pool_.Get({run_, 0}, put.handle, &view).ok()) {
@@ -455,12 +478,20 @@ class Scenario {
     loads_.push_back(std::move(load));
   }
 
-  void Enqueue(Stream stream, const AffineShape& shape, const uint32_t* handle, void* y) {
-    while (!Tell(on_device_->Get(stream, shape, handle, y))) {
+  void Enqueue(Stream stream, const AffineShape& shape, const uint32_t* handle, void* y,
+               int64_t reads = 0) {
+    while (!Tell(on_device_->Get(stream, shape, handle, reads, y))) {
     }
   }
 
+  void Collect() {
+    CheckOk(on_device_->TellReads());
+    pool_.Collect();
+    Tell(on_device_->Settle());
+  }
+
   void CollectSome() {
+    if (Below(2) == 0) CheckOk(on_device_->TellReads());
     pool_.Collect();
     if (Below(2) == 0) {
       Tell(on_device_->Settle());
@@ -544,6 +575,12 @@ void TestSlotsThatAreUsedAgain() {
   Scenario({7, 1, 100, pool::Options::kUnlimited, 1}).LoadWhatIsLongGone();
 }
 
+void TestWhatHasBeenReadIsCollected() {
+  for (const unsigned delay : {100u, 60u, 0u}) {
+    Scenario({7, 2, delay, pool::Options::kUnlimited, 1}).CollectWhatHasBeenRead();
+  }
+}
+
 // Who packs, on a GPU that is integrated or not, where executions take so long with each.
 pool::Packer Chosen(pool::Packer wanted, int integrated, float by_gpu, float by_cpu) {
   simulator::CurrentDevice() = {};
@@ -616,7 +653,7 @@ void TestHardwareThatCannotIsRefused() {
   uint32_t handle[4] = {};
   float y[64];
   ExpectUnsupported(
-      on_device->Get(nullptr, {FloatType::kFloat32, 1, 64, 1, 64, 0}, handle, y),
+      on_device->Get(nullptr, {FloatType::kFloat32, 1, 64, 1, 64, 0}, handle, 0, y),
       "GPU 0, and not GPU 1");
   simulator::CurrentDevice() = {};
 }
@@ -754,6 +791,7 @@ int main(int argc, char** argv) {
   dafjax::TestMemoryIsGivenBackWhenItHasBeenRead();
   dafjax::TestPagesThatAreTakenAwayAreNotPackedInto();
   dafjax::TestSlotsThatAreUsedAgain();
+  dafjax::TestWhatHasBeenReadIsCollected();
   dafjax::TestWhoPacksIsChosenByMeasurement();
   dafjax::TestMemoryThatCannotBePinned();
   dafjax::TestMeasuresArrive();

@@ -163,7 +163,7 @@ Status Store(Pool* pool, const Put& put, Handle* handle, int* bits = nullptr) {
 }
 
 // Checks every byte; returns the bits that are left, or -1 if the handle is stale.
-int Load(Pool* pool, const Put& put, const Handle& handle) {
+int Load(Pool* pool, const Put& put, const Handle& handle, int64_t reads = 0) {
   GetView view;
   const Status status = pool->Get(put.execution, handle, &view);
   if (!status.ok()) {
@@ -177,7 +177,7 @@ int Load(Pool* pool, const Put& put, const Handle& handle) {
               [&](const uint8_t* byte, int stream, int64_t at) {
                 CHECK(*byte == ByteOf(put.seed, stream, at));
               });
-  CHECK(pool->Unpin(handle).ok());
+  CHECK(pool->Unpin(handle, reads).ok());
   return view.bits_kept;
 }
 
@@ -605,6 +605,54 @@ void TestPinnedEntriesLoseNothing() {
   CHECK_VALID(pool);
 }
 
+void TestWhatHasBeenReadIsCollected() {
+  // The last of three executions, of which two can be in flight.
+  Pool pool(WithBudget(100 * kMiB, 2));
+  Put puts[6];
+  Handle handles[6];
+  for (int64_t i = 0; i < 6; ++i) {
+    puts[i] = {{i / 2, 0}, 1, {600, 4, 3000}, static_cast<uint64_t>(i)};
+    CHECK(Store(&pool, puts[i], &handles[i]).ok());
+  }
+  const auto left = [&] {
+    pool.Collect();
+    CHECK_VALID(pool);
+    CHECK(pool.Snapshot().entries.current == pool.Snapshot().entries_live);
+    return pool.Snapshot().entries_live;
+  };
+  // The first execution is over.
+  CHECK(left() == 4);
+  // As often as its readers say; once of twice; how often is unknown; never.
+  CHECK(Load(&pool, puts[2], handles[2], 1) == 4);
+  CHECK(Load(&pool, puts[3], handles[3], 2) == 4);
+  CHECK(Load(&pool, puts[4], handles[4]) == 4);
+  // Loads free nothing.
+  CHECK(pool.Snapshot().entries_live == 4 && Load(&pool, puts[2], handles[2], 1) == 4);
+  CHECK(left() == 3);
+  CHECK(Load(&pool, puts[2], handles[2], 1) == -1);
+  for (int i = 3; i < 6; ++i) CHECK(Load(&pool, puts[i], handles[i], 9) == 4);
+  CHECK(left() == 3);
+  // Another kernel still reads it.
+  GetView view;
+  CHECK(pool.Get({2, 0}, handles[3], &view).ok());
+  CHECK(Load(&pool, puts[3], handles[3], 3) == 4);
+  pool.Collect();
+  CHECK_VALID(pool);
+  ForEachByte(view, 600, [&](const uint8_t* byte, int stream, int64_t at) {
+    CHECK(*byte == ByteOf(3, stream, at));
+  });
+  CHECK(pool.Unpin(handles[3]).ok());
+  CHECK(left() == 2);
+  // What is put into its place has not been read.
+  CHECK(Store(&pool, {{2, 0}, 1, {600, 4, 3000}, 7}, &handles[3]).ok());
+  CHECK(left() == 3);
+  // Whoever reads it where the pool does not see it says so.
+  pool.MarkSpent(handles[2]);
+  pool.MarkSpent(handles[4]);
+  pool.MarkSpent({9999, 0, 0, 0});
+  CHECK(left() == 2 && pool.Snapshot().refused_handles == 1);
+}
+
 void TestExecutionsThatAreOverAreReusedBeforeThePoolGrows() {
   Pool pool(WithBudget(100 * kMiB));
   Handle handle, last;
@@ -824,7 +872,7 @@ void TestRandomOperations(uint64_t seed, int64_t budget, int in_flight) {
     } else if (what < 85) {
       if (kept.empty()) continue;
       Kept& entry = kept[static_cast<size_t>(random.Below(kept.size()))];
-      const int bits = Load(&pool, entry.put, entry.handle);
+      const int bits = Load(&pool, entry.put, entry.handle, random.Below(4));
       CHECK(bits <= entry.bits);
       if (entry.bits >= 0 || bits < 0) entry.bits = bits;
     } else if (what < 90) {
@@ -961,6 +1009,7 @@ void TestAll() {
   TestAnUnimportantPutReducesItself();
   TestBlockMeansAreTheLast();
   TestPinnedEntriesLoseNothing();
+  TestWhatHasBeenReadIsCollected();
   TestExecutionsThatAreOverAreReusedBeforeThePoolGrows();
   TestDevicesHaveTheirOwnExecutions();
   TestSettingsHoldFromTheNextExecution();

@@ -19,6 +19,15 @@ Failure CopyToDevice(Stream stream, const void* from, int64_t nbytes, void* to) 
   return WaitForStream(stream);
 }
 
+Failure CopyToHost(Stream stream, const void* from, int64_t nbytes, void* to) {
+  if (const Failure failure =
+          WhatFailed(cudaMemcpyAsync(to, from, static_cast<size_t>(nbytes),
+                                     cudaMemcpyDeviceToHost, stream))) {
+    return failure;
+  }
+  return WaitForStream(stream);
+}
+
 Failure WaitForStream(Stream stream) {
   return WhatFailed(cudaStreamSynchronize(stream));
 }

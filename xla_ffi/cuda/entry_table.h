@@ -16,11 +16,15 @@ struct EntryHandle {
 // What the device knows of an entry. Its handle is that of zeros if there is none.
 struct alignas(16) DeviceEntry {
   EntryHandle handle;
-  int32_t bits_put;
-  int32_t bits_kept;
+  int16_t bits_put;
+  int16_t bits_kept;
+  // Loads that have run, and whether they are as many as a backward pass makes.
+  uint16_t reads;
+  uint16_t is_spent;
   int64_t num_tiles;  // of all rows
   EntryPages pages;
 };
+static_assert(sizeof(DeviceEntry) == 64);
 
 // The entries by slot, in chunks each of which has twice as many as the one before: a
 // chunk stays where it is, so that what was enqueued finds it there, however many follow.

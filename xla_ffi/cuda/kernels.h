@@ -65,6 +65,9 @@ Failure CopyOnDevice(Stream stream, const void* from, int64_t nbytes, void* to);
 // Copies from the host, and waits until that is done.
 Failure CopyToDevice(Stream stream, const void* from, int64_t nbytes, void* to);
 
+// Copies to the host, when all that was enqueued is done, and waits until that is.
+Failure CopyToHost(Stream stream, const void* from, int64_t nbytes, void* to);
+
 // Waits for all that was enqueued; a stream that is captured must not be waited for.
 Failure WaitForStream(Stream stream);
 

@@ -61,10 +61,11 @@ struct LoadFaults {
 
 // Decodes the entry that the handle names when the kernel runs, from what is left of it;
 // zeros for the handle of zeros. What cannot be decoded becomes NaN and is counted.
-// `shape.bits` is not read. Requires that there are elements.
+// `shape.bits` is not read. The entry is spent when so many `reads` have run; 0: never.
+// Requires that there are elements.
 Failure UnpackEntryOnDevice(Stream stream, const AffineShape& shape,
-                            const EntryTable& table, const uint32_t* handle, void* y,
-                            LoadFaults* faults);
+                            const EntryTable& table, const uint32_t* handle,
+                            int64_t reads, void* y, LoadFaults* faults);
 
 // Where kernels write numbers for the host: memory that it sees. When `done` is a note's
 // number, that note and all before are there.

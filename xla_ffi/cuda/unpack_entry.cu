@@ -18,19 +18,20 @@ struct UnpackEntryJob {
   UnpackJob unpack;
   EntryTable table;
   const uint32_t* handle;
+  int64_t reads;
   LoadFaults* faults;
 };
 
 enum class Found { kEntry, kZeros, kStale, kMismatched };
 
-DAFJAX_DEVICE Found Find(const UnpackEntryJob& job, const DeviceEntry** entry) {
+DAFJAX_DEVICE Found Find(const UnpackEntryJob& job, DeviceEntry** entry) {
   const uint32_t slot = job.handle[0];
   const uint32_t generation = job.handle[1];
   const uint32_t pool = job.handle[2];
   const uint32_t check = job.handle[3];
   if ((slot | generation | pool | check) == 0) return Found::kZeros;
   if (slot >= job.table.num_slots) return Found::kStale;
-  const DeviceEntry* const at = job.table.At(slot);
+  DeviceEntry* const at = job.table.At(slot);
   const uint32_t* const words = at->handle.words;
   if (words[0] != slot || words[1] != generation || words[2] != pool ||
       words[3] != check) {
@@ -66,7 +67,7 @@ DAFJAX_DEVICE void Fill(const UnpackJob& job, uint32_t bits) {
 template <bool kColumns>
 DAFJAX_KERNEL(kUnpackThreads)
 UnpackEntryKernel(const UnpackEntryJob job) {
-  const DeviceEntry* entry = nullptr;
+  DeviceEntry* entry = nullptr;
   const Found found = Find(job, &entry);
   if (found != Found::kEntry) {
     Fill(job.unpack, found == Found::kZeros ? 0 : BitsOfNan(job.unpack.y.type));
@@ -76,6 +77,10 @@ UnpackEntryKernel(const UnpackEntryJob job) {
       if (found == Found::kMismatched) ++job.faults->mismatched;
     }
     return;
+  }
+  // Here too, one thread at a time counts.
+  if (job.reads > 0 && blockIdx.x == 0 && threadIdx.x == 0 && !entry->is_spent) {
+    entry->is_spent = ++entry->reads >= job.reads;
   }
   const int bits_kept = entry->bits_kept;
   const CodesInPages<const uint16_t> codes = {bits_kept > 0, entry->pages};
@@ -95,9 +100,9 @@ UnpackEntryKernel(const UnpackEntryJob job) {
 }  // namespace
 
 Failure UnpackEntryOnDevice(Stream stream, const AffineShape& shape,
-                            const EntryTable& table, const uint32_t* handle, void* y,
-                            LoadFaults* faults) {
-  const UnpackEntryJob job = {UnpackJobOf(shape, y), table, handle, faults};
+                            const EntryTable& table, const uint32_t* handle,
+                            int64_t reads, void* y, LoadFaults* faults) {
+  const UnpackEntryJob job = {UnpackJobOf(shape, y), table, handle, reads, faults};
   const int64_t blocks = NumUnpackBlocks(job.unpack);
   if (const Failure failure = CheckLaunch(blocks)) return failure;
   return shape.columns == 0

@@ -20,7 +20,7 @@ DAFJAX_KERNEL(kUpdateThreads) UpdateTableKernel(const TableUpdate update) {
     if (change.bits_kept == EntryChange::kGone) {
       entry->handle = {};
     } else {
-      entry->bits_kept = change.bits_kept;
+      entry->bits_kept = static_cast<int16_t>(change.bits_kept);
     }
   }
   __syncthreads();

@@ -75,10 +75,11 @@ class CudaDevicePool final : public DevicePool {
 
   Status Put(const DevicePut& put) override;
   Status Get(Stream stream, const AffineShape& shape, const uint32_t* handle,
-             void* y) override;
+             int64_t reads, void* y) override;
   Status Note(Stream stream, const float* sensitivities, int64_t num_rows,
               const int64_t* sites, int64_t num_sites) override;
   pool::Memory* memory() override { return &memory_; }
+  Status TellReads() override;
   Status Settle() override;
   int64_t num_refused() const override;
   pool::Packer packer() const override { return packer_.packer(); }
@@ -223,7 +224,7 @@ Status CudaDevicePool::Write(const DevicePut& put, const pool::PutView& view,
 }
 
 Status CudaDevicePool::Get(Stream stream, const AffineShape& shape, const uint32_t* handle,
-                       void* y) {
+                           int64_t reads, void* y) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Status status = Enter(stream);
   if (!status.ok()) return status;
@@ -232,7 +233,7 @@ Status CudaDevicePool::Get(Stream stream, const AffineShape& shape, const uint32
   // Which entry it will be is not known: all that the CPU is to pack comes first.
   if (failure == nullptr) failure = packer_.WaitForAll(stream);
   if (failure == nullptr) {
-    failure = UnpackEntryOnDevice(stream, shape, entries_.table(), handle, y,
+    failure = UnpackEntryOnDevice(stream, shape, entries_.table(), handle, reads, y,
                                   faults_on_device_);
   }
   return failure == nullptr ? Leave(stream) : StatusOf(failure);
@@ -251,6 +252,17 @@ Status CudaDevicePool::Note(Stream stream, const float* sensitivities, int64_t n
     return StatusOf(failure);
   }
   return Leave(stream);
+}
+
+Status CudaDevicePool::TellReads() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on_device(device_);
+  std::vector<pool::Handle> spent;
+  Failure failure = order_.Enter(own_stream_);
+  if (failure == nullptr) failure = entries_.FindSpent(own_stream_, &spent);
+  if (failure == nullptr) failure = order_.Leave(own_stream_);
+  for (const pool::Handle& handle : spent) pool_->MarkSpent(handle);
+  return StatusOf(failure);
 }
 
 Status CudaDevicePool::Settle() {
@@ -311,10 +323,11 @@ Status CudaDevicePool::TakeFaults() {
   if (now.stale != before.stale) {
     return {Code::kStaleHandle,
             "a load that the GPU made before this call found nothing, and gave NaN: the "
-            "residual is gone because its execution is over, or the handle is none of "
-            "this pool in this process. Run the forward and the backward pass in one "
-            "`jax.jit` of the whole step, or let more executions overlap with "
-            "`PagePool(executions_in_flight=...)`."};
+            "residual is gone because its execution is over, or was collected when its "
+            "backward pass had run, or the handle is none of this pool in this process. "
+            "Run the forward and the backward pass in one `jax.jit` of the whole step, "
+            "call `PagePool.collect()` after the last call of a pullback, or let more "
+            "executions overlap with `PagePool(executions_in_flight=...)`."};
   }
   if (now.mismatched != before.mismatched) {
     return {Code::kInvalidArgument,

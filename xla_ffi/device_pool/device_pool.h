@@ -43,8 +43,9 @@ class DevicePool : public pool::Attachment {
   // Enqueues what encodes an entry into its pages, and the handle.
   virtual pool::Status Put(const DevicePut& put) = 0;
   // Enqueues what decodes one entry, with elements; `shape.bits` is not read.
+  // `reads`: how many loads of the entry one backward pass makes; 0 if that is unknown.
   virtual pool::Status Get(Stream stream, const AffineShape& shape,
-                           const uint32_t* handle, void* y) = 0;
+                           const uint32_t* handle, int64_t reads, void* y) = 0;
   // Enqueues what tells the pool, some time later, of `sensitivities` [num_rows,
   // sites + 1]: those of sites, then the squared norm of the gradient. Rows are added up.
   virtual pool::Status Note(Stream stream, const float* sensitivities, int64_t num_rows,

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "cuda/entry_pages.h"
 #include "cuda/entry_table.h"
@@ -23,8 +24,8 @@ Failure ToldEntries::Tell(Stream stream, const AffineShape& shape,
   if (const Failure failure = Grow(stream, handle.slot)) return failure;
   *entry = {};
   entry->handle = {{handle.slot, handle.generation, handle.pool_id, handle.check}};
-  entry->bits_put = view.bits;
-  entry->bits_kept = view.num_planes == 0 ? 0 : view.bits;
+  entry->bits_put = static_cast<int16_t>(view.bits);
+  entry->bits_kept = view.num_planes == 0 ? int16_t{0} : entry->bits_put;
   entry->num_tiles = shape.num_rows * shape.NumTiles();
   EntryPages& pages = entry->pages;
   pages.num_blocks = shape.num_rows * shape.NumBlocks();
@@ -71,6 +72,23 @@ Failure ToldEntries::TellChanges(Stream stream, const pool::Change* changes,
     update.changes[i] = {changes[i].slot, changes[i].bits_kept};
   }
   return UpdateTableOnDevice(stream, update);
+}
+
+Failure ToldEntries::FindSpent(Stream stream, std::vector<pool::Handle>* spent) const {
+  std::vector<DeviceEntry> entries;
+  for (int chunk = 0; EntryTable::SlotsBefore(chunk) < table_.num_slots; ++chunk) {
+    entries.resize(EntryTable::SlotsOf(chunk));
+    const auto nbytes = static_cast<int64_t>(entries.size() * sizeof(DeviceEntry));
+    if (const Failure failure =
+            CopyToHost(stream, table_.chunks[chunk], nbytes, entries.data())) {
+      return failure;
+    }
+    for (const DeviceEntry& entry : entries) {
+      const uint32_t* const words = entry.handle.words;
+      if (entry.is_spent) spent->push_back({words[0], words[1], words[2], words[3]});
+    }
+  }
+  return nullptr;
 }
 
 // Makes sure that the table has the slot.

@@ -2,6 +2,7 @@
 #define DAFJAX_DEVICE_POOL_TOLD_ENTRIES_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "cuda/entry_table.h"
 #include "cuda/kernels.h"
@@ -32,6 +33,10 @@ class ToldEntries {
 
   // Enqueues up to TableUpdate::kMaxChanges changes.
   Failure TellChanges(Stream stream, const pool::Change* changes, int count);
+
+  // Handles of the entries that have been read as often as a backward pass does, when all
+  // that was enqueued on the stream is done.
+  Failure FindSpent(Stream stream, std::vector<pool::Handle>* spent) const;
 
   const EntryTable& table() const { return table_; }
 

@@ -90,8 +90,8 @@ ffi::Error PoolPutHandler(Stream stream, ffi::RunId run_id, int32_t device,
 }
 
 ffi::Error PoolGetHandler(Stream stream, ffi::AnyBuffer handle, ffi::RemainingArgs,
-                          ffi::Result<ffi::AnyBuffer> y, int64_t pool_hash, int64_t,
-                          int64_t block_size, int64_t columns) {
+                          ffi::Result<ffi::AnyBuffer> y, int64_t pool_hash,
+                          int64_t reads, int64_t block_size, int64_t columns) {
   const std::string call = "pool_get";
   const ffi::ErrorOr<Entries> entries =
       CheckEntries(call, "y", *y, handle, block_size, columns);
@@ -105,7 +105,7 @@ ffi::Error PoolGetHandler(Stream stream, ffi::AnyBuffer handle, ffi::RemainingAr
   for (int64_t e = 0; e < entries->count; ++e) {
     const pool::Status status =
         found->on_device->Get(stream, entries->shape, handles + e * kHandleWords,
-                              values + e * entries->nbytes);
+                              reads, values + e * entries->nbytes);
     if (!status.ok()) return ErrorOf(call, status);
   }
   return ffi::Error::Success();

@@ -29,6 +29,9 @@ class Attachment {
   // Where pages come from. What is released there may still be read by what the device has
   // yet to do.
   virtual Memory* memory() = 0;
+  // Tells the pool of the entries that loads have read as often as their readers say, of
+  // all loads that have been enqueued; waits for these.
+  virtual Status TellReads() = 0;
   // Waits until the device has done what it was told, tells it what has changed, and gives
   // released memory back. Returns what loads found wrong that ran since the last call.
   virtual Status Settle() = 0;

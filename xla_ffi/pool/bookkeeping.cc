@@ -86,14 +86,18 @@ const Entry& Bookkeeping::Pin(uint32_t slot) {
 void Bookkeeping::Unpin(uint32_t slot, int64_t reads) {
   Entry& entry = entries_[slot];
   --entry.pins;
-  ++entry.reads;
-  const bool was_last = reads > 0 && entry.reads >= reads;
-  if (!backward_once_ || !was_last || entry.pins > 0) return;
+  if (reads > 0 && ++entry.reads >= reads) entry.spent = true;
+  if (!backward_once_ || !entry.spent || entry.pins > 0) return;
   if (entry.phase == Phase::kLive) {
     epochs_.Find(entry.execution)->live.Remove(&entries_, slot);
   }
   Free(slot);
   pages_.ReleaseFree(pages_.num_free());
+}
+
+void Bookkeeping::MarkSpent(const Handle& handle) {
+  if (handle.slot >= entries_.size() || !(HandleOf(handle.slot) == handle)) return;
+  entries_[handle.slot].spent = entries_[handle.slot].IsCommitted();
 }
 
 const Entry* Bookkeeping::Find(const Handle& handle, Status* status) {
@@ -110,10 +114,11 @@ const Entry* Bookkeeping::Find(const Handle& handle, Status* status) {
             ? "the residual that this handle names is gone: its backward pass has run, "
               "or its execution is over. Where a backward pass runs twice, use "
               "`PagePool(backward_once=False)`."
-            : "the residual that this handle names is gone: its execution is over, and "
-              "its pages were reused or collected. Run the forward and the backward pass "
-              "in one `jax.jit` of the whole step, or let more executions overlap with "
-              "`PagePool(executions_in_flight=...)`.";
+            : "the residual that this handle names is gone: its execution is over, or its "
+              "backward pass has run, and its pages were reused or collected. Run the "
+              "forward and the backward pass in one `jax.jit` of the whole step, call "
+              "`PagePool.collect()` after the last call of a pullback, or let more "
+              "executions overlap with `PagePool(executions_in_flight=...)`.";
     return nullptr;
   }
   observer_.RefuseHandle();
@@ -157,9 +162,9 @@ int Bookkeeping::TakeChanges(Change* changes, int most) {
 }
 
 void Bookkeeping::Collect(bool all) {
-  if (all) {
-    for (Epochs::Device& device : epochs_.devices()) {
-      for (Epochs::Run& run : device.runs) MakeReclaimable(&run.live);
+  for (Epochs::Device& device : epochs_.devices()) {
+    for (Epochs::Run& run : device.runs) {
+      all ? MakeReclaimable(&run.live) : MakeSpentReclaimable(&run.live);
     }
   }
   while (ReclaimOldest()) {
@@ -357,6 +362,7 @@ void Bookkeeping::Clear(Entry* entry) {
   entry->bits_put = 0;
   entry->bits_kept = 0;
   entry->reads = 0;
+  entry->spent = false;
   entry->offered = false;
 }
 
@@ -385,6 +391,19 @@ void Bookkeeping::MakeReclaimable(EntryList* over) {
     MoveTo(&entries_[slot], Phase::kReclaimable);
   }
   reclaimable_.Splice(&entries_, over);
+}
+
+void Bookkeeping::MakeSpentReclaimable(EntryList* live) {
+  for (uint32_t slot = live->head; slot != kNoEntry;) {
+    Entry& entry = entries_[slot];
+    const uint32_t next = entry.next;
+    if (entry.spent) {
+      live->Remove(&entries_, slot);
+      MoveTo(&entry, Phase::kReclaimable);
+      reclaimable_.Append(&entries_, slot);
+    }
+    slot = next;
+  }
 }
 
 void Bookkeeping::MarkChanged(uint32_t slot) {

@@ -60,6 +60,8 @@ class Bookkeeping {
   // Require a committed entry; Unpin one that is pinned. It may be gone afterwards.
   const Entry& Pin(uint32_t slot);
   void Unpin(uint32_t slot, int64_t reads);
+  // Says that its readers have read what the handle names, if it still names an entry.
+  void MarkSpent(const Handle& handle);
 
   const Entry& At(uint32_t slot) const { return entries_[slot]; }
   // The entry that a handle names; null, and why in `status` (whose text may throw).
@@ -86,8 +88,8 @@ class Bookkeeping {
   int TakeChanges(Change* changes, int most);
   bool HasCommitted() const { return pages_.num_committed() > 0; }
 
-  // Frees what is reclaimable and gives free pages back. With `all`, all executions
-  // count as over.
+  // Frees what is reclaimable, and what its backward pass has read; gives free pages
+  // back. With `all`, all executions count as over.
   void Collect(bool all);
 
   // May throw.
@@ -117,6 +119,7 @@ class Bookkeeping {
   void Clear(Entry* entry);
   void StartExecution(const Execution& execution);
   void MakeReclaimable(EntryList* over);
+  void MakeSpentReclaimable(EntryList* live);
   void MarkChanged(uint32_t slot);
 
   const uint32_t pool_id_;

@@ -44,8 +44,10 @@ struct Entry {
   int bits_put = 0;
   int bits_kept = 0;
   int pins = 0;
-  // Since it was put.
+  // Since it was put, by those who say how many there are in a backward pass.
   int64_t reads = 0;
+  // Whether these are as many as its readers say that one backward pass makes.
+  bool spent = false;
   // Whether the eviction tree has been told of it.
   bool offered = false;
   // Whether its slot is among those that have changed.

@@ -241,6 +241,10 @@ Status Pool::Unpin(const Handle& handle, int64_t reads) noexcept {
   });
 }
 
+void Pool::MarkSpent(const Handle& handle) noexcept {
+  Locked([&](Bookkeeping* book) { book->MarkSpent(handle); });
+}
+
 void Pool::SetImportance(SiteId site, double importance) noexcept {
   // Without memory for it the importance stays what it was.
   static_cast<void>(Guarded([&](Bookkeeping* book) -> Status {

@@ -96,6 +96,7 @@ class AttachablePool {
                      PutView* view, Handle* handle) noexcept = 0;
   virtual Status Commit(const Handle& handle) noexcept = 0;
   virtual Status Abort(const Handle& handle) noexcept = 0;
+  virtual void MarkSpent(const Handle& handle) noexcept = 0;
   virtual void NoteRange(SiteId site, double mean_square, int64_t num_tiles) noexcept = 0;
   virtual void NoteSensitivity(SiteId site, double sensitivity) noexcept = 0;
   virtual void NoteGradient(double energy) noexcept = 0;
@@ -150,6 +151,9 @@ class Pool final : public AttachablePool {
   Status Get(const Execution& execution, const Handle& handle, GetView* view) noexcept;
   // `reads`: how many are made of the entry in one backward pass; 0 if that is unknown.
   Status Unpin(const Handle& handle, int64_t reads = 0) noexcept;
+  // Says that an entry has been read so often by whom the pool does not see; nothing if it
+  // is gone.
+  void MarkSpent(const Handle& handle) noexcept override;
 
   // How much the gradient suffers from a site's noise: the constant C of its error
   // C / (2^bits - 1)^2, of all its elements together (pool/eviction.h). One that is not
@@ -181,7 +185,9 @@ class Pool final : public AttachablePool {
   // The budget that holds from the next execution on.
   int64_t budget() const noexcept;
 
-  // Reclaims all entries whose execution is over, and returns free pages to the system.
+  // Reclaims all entries whose execution is over, and those that have been read as often
+  // as their readers say that a backward pass does; returns free pages to the system. What
+  // has yet to be read stays, however long ago it was put.
   void Collect() noexcept;
   // The same, and counts all executions as over: for when none is in flight.
   void CollectAll() noexcept;

@@ -14,6 +14,7 @@
 #include "ledger/ledger.h"
 #include "pool/by_hash.h"
 #include "pool/registry.h"
+#include "python/one_owner.h"
 
 namespace dafjax {
 namespace {
@@ -62,10 +63,12 @@ py::dict Take(Ledger& self) {
 }  // namespace
 
 void AddLedger(py::module_& m) {
-  py::class_<Ledger, std::shared_ptr<Ledger>>(
-      m, "Ledger", "Sums of what backward passes measure (ledger/ledger.h).")
-      .def(py::init(&MakeLedger), py::arg("name"), py::arg("sites"))
+  py::class_<Ledger, std::shared_ptr<Ledger>> ledger(
+      m, "Ledger", "Sums of what backward passes measure (ledger/ledger.h).");
+  ledger.def(py::init(&MakeLedger), py::arg("name"), py::arg("sites"))
       .def("take", &Take, "Returns the sums and begins anew.");
+  RefuseCopies(&ledger, "a ledger has one owner in one process, and cannot be copied or "
+                        "pickled. Make another with a name of its own.");
   m.def("note_ledger", &NoteLedger, py::arg("ledger"), py::arg("sites"), py::arg("rows"),
         "Adds rows of importances and a squared norm, if there is still such a ledger.");
   m.def(

@@ -21,6 +21,7 @@
 #include "pool/attachment.h"
 #include "pool/pool.h"
 #include "pool/registry.h"
+#include "python/one_owner.h"
 #include "python/pool_bytes.h"
 #include "python/pool_errors.h"
 
@@ -146,9 +147,13 @@ std::vector<pool::SiteDemand> DemandsOf(
 void Collect(Pool* self, bool all) {
   Check([self, all]() -> pool::Status {
     const py::gil_scoped_release release;
-    all ? self->CollectAll() : self->Collect();
     const std::shared_ptr<pool::Attachment> attachment = self->attachment();
-    return attachment == nullptr ? pool::Status{} : attachment->Settle();
+    pool::Status told;
+    if (attachment != nullptr) told = attachment->TellReads();
+    all ? self->CollectAll() : self->Collect();
+    if (attachment == nullptr) return told;
+    const pool::Status settled = attachment->Settle();
+    return told.ok() ? settled : told;
   }());
 }
 
@@ -213,9 +218,12 @@ void AddPool(py::module_& m) {
       .def("add_importance", &Pool::AddImportance, py::arg("site"), py::arg("sample"))
       .def(
           "collect", [](Pool& self) { Collect(&self, false); },
-          "Frees what executions left that are over.")
+          "Frees what executions left that are over, and what has been read.")
       .def("collect_all", [](Pool& self) { Collect(&self, true); },
            "The same, and counts all executions as over.");
+  RefuseCopies(&pool, "a page pool has one owner in one process, and cannot be copied or "
+                      "pickled. Pass the pool itself, or make another with a name of its "
+                      "own.");
   AddPoolBytes(m, &pool);
 }
 

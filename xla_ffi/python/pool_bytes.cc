@@ -85,7 +85,7 @@ Status Write(Pool* self, const pool::Execution& execution, uint64_t site,
 // written.
 Status Read(Pool* self, const pool::Execution& execution, const Handle& handle,
             uint8_t* codes, int64_t codes_nbytes, uint8_t* metadata,
-            int64_t metadata_nbytes, pool::GetView* view, bool* fits) {
+            int64_t metadata_nbytes, int64_t reads, pool::GetView* view, bool* fits) {
   const Status status = self->Get(execution, handle, view);
   if (!status.ok()) return status;
   *fits = codes_nbytes >= view->num_tiles * pool::TileNbytes(view->bits_kept) &&
@@ -103,7 +103,7 @@ Status Read(Pool* self, const pool::Execution& execution, const Handle& handle,
                      std::memcpy(metadata + at, page, static_cast<size_t>(nbytes));
                    });
   }
-  return self->Unpin(handle);
+  return self->Unpin(handle, reads);
 }
 
 pool::PutRequest RequestOf(int max_bits, const Bytes& codes, const Bytes& metadata) {
@@ -147,7 +147,8 @@ std::tuple<int, int, int64_t, int64_t> Describe(Pool& self, const HandleWords& w
 }
 
 std::pair<int, int> GetInto(Pool& self, int64_t run_id, int32_t device,
-                            const HandleWords& words, Bytes codes, Bytes metadata) {
+                            const HandleWords& words, Bytes codes, Bytes metadata,
+                            int64_t reads) {
   const Handle handle = HandleOf(words);
   const int64_t codes_nbytes = codes.size();
   const int64_t metadata_nbytes = metadata.size();
@@ -159,7 +160,7 @@ std::pair<int, int> GetInto(Pool& self, int64_t run_id, int32_t device,
   {
     const py::gil_scoped_release release;
     status = Read(&self, {run_id, device}, handle, code, codes_nbytes, parameters,
-                  metadata_nbytes, &view, &fits);
+                  metadata_nbytes, reads, &view, &fits);
   }
   Check(status);
   if (!fits) throw py::value_error("`codes` or `metadata` is too short: see `describe`.");
@@ -167,12 +168,12 @@ std::pair<int, int> GetInto(Pool& self, int64_t run_id, int32_t device,
 }
 
 std::tuple<int, int, Bytes, Bytes> Get(Pool& self, int64_t run_id, int32_t device,
-                                       const HandleWords& words) {
+                                       const HandleWords& words, int64_t reads) {
   const auto [put, kept, codes_nbytes, metadata_nbytes] = Describe(self, words);
   Bytes codes(codes_nbytes);
   Bytes metadata(metadata_nbytes);
   const auto [bits_put, bits_kept] =
-      GetInto(self, run_id, device, words, codes, metadata);
+      GetInto(self, run_id, device, words, codes, metadata, reads);
   // Between the two calls the entry may have lost a plane.
   const int64_t left = kept == 0 ? 0 : codes_nbytes / kept * bits_kept;
   return {bits_put, bits_kept, Bytes(left, codes.data()), std::move(metadata)};
@@ -201,7 +202,7 @@ void CopyThrough(Pool& self, int64_t run_id, int64_t count, int max_bits,
       pool::GetView view;
       bool fits = false;
       status = Read(&self, {run_id, 0}, handles[i - 1], code_out, codes_nbytes,
-                    parameters_out, metadata_nbytes, &view, &fits);
+                    parameters_out, metadata_nbytes, 0, &view, &fits);
     }
   }
   Check(status);
@@ -288,10 +289,11 @@ void AddPoolBytes(py::module_& m, py::class_<Pool, std::shared_ptr<Pool>>* pool)
       .def("describe", &Describe, py::arg("handle"),
            "(bits_put, bits_kept, bytes of codes, bytes of metadata).")
       .def("get", &Get, py::arg("run_id"), py::arg("device"), py::arg("handle"),
-           "(bits_put, bits_kept, codes, metadata).")
+           py::arg("reads") = 0, "(bits_put, bits_kept, codes, metadata).")
       .def("get_into", &GetInto, py::arg("run_id"), py::arg("device"),
            py::arg("handle"), py::arg("codes").noconvert(),
-           py::arg("metadata").noconvert(), "(bits_put, bits_kept).")
+           py::arg("metadata").noconvert(), py::arg("reads") = 0,
+           "(bits_put, bits_kept).")
       .def("copy_through", &CopyThrough, py::arg("run_id"), py::arg("count"),
            py::arg("max_bits"), py::arg("codes").noconvert(),
            py::arg("metadata").noconvert(), py::arg("codes_out").noconvert(),
