@@ -12,12 +12,13 @@ On CPUs there is no other way than a custom call; but what is only waited for ne
 come out of it.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from dafjax._native import _reference
 from dafjax._native._primitive import can_pass_through, make_primitive
@@ -144,6 +145,33 @@ def _batch(
     return tie_p.bind(*operands, **params), axes
 
 
+def _is_token(aval: Any) -> bool:
+    return aval.shape == ()
+
+
+def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], Any]:
+    """Drops operands that come out of a tie for nobody: `jax.checkpoint` asks.
+
+    What was packed in its first forward pass is dead, and would be packed for the tie.
+    Tokens, scalars, and what is awaited remain: others are to wait for them.
+    """
+    if not any(used):
+        return [False] * len(used), None
+    awaited = equation.params["num_awaited"]
+    settled_from = len(used) - equation.params["num_settled"]
+    keeps = [
+        is_used or n < awaited or _is_token(v.aval)
+        for n, (is_used, v) in enumerate(zip(used, equation.outvars, strict=True))
+    ]
+    params = {**equation.params, "num_settled": sum(keeps[settled_from:])}
+    kept = equation.replace(
+        invars=list(itertools.compress(equation.invars, keeps)),
+        outvars=list(itertools.compress(equation.outvars, keeps)),
+        params=params,
+    )
+    return keeps, kept
+
+
 # It returns its operands but for the first ones. On CPUs ties are made of it.
 hold_p: Primitive = make_primitive(
     "dafjax_hold",
@@ -169,5 +197,6 @@ mlir.register_lowering(
     tie_p, mlir.lower_fun(_run_on_cpu, multiple_results=True), platform="cpu"
 )
 ad.primitive_jvps[tie_p] = _jvp
+pe.dce_rules[tie_p] = _without_unused
 ad.primitive_transposes[tie_p] = _transpose
 batching.primitive_batchers[tie_p] = _batch
