@@ -314,7 +314,13 @@ def test_the_custom_call_checks_the_columns_itself() -> None:
         "dafjax_pack_affine",
         tuple(jax.ShapeDtypeStruct((64,), d) for d in (jnp.uint16, *["bfloat16"] * 2)),
     )
-    attributes = {"bits": 2, "block_size": 64, "stochastic": 0, "columns": 7}
+    attributes = {
+        "bits": 2,
+        "block_size": 64,
+        "stochastic": 0,
+        "dithered": 0,
+        "columns": 7,
+    }
     attributes = {name: np.int64(value) for name, value in attributes.items()}
     message = r"pack_affine: columns \(7\) must be 0 or divide .*\(1000\)"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):

@@ -1,5 +1,7 @@
 """The handlers of CUDA, with simulated kernels, inside of XLA on the CPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,21 +52,31 @@ def _like(x):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("columns", [0, 48])
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_affine_codes_are_those_of_the_cpu(handlers, dtype, columns, stochastic):
+@pytest.mark.parametrize(
+    ("stochastic", "dithered"), [(False, False), (True, False), (True, True)]
+)
+def test_affine_codes_are_those_of_the_cpu(
+    handlers, dtype, columns, stochastic, dithered
+):
     x = jax.random.normal(jax.random.key(3), (2, 3, 1584)).astype(dtype)
     x = x.at[0, 0, 5].set(jnp.nan)
     code = {"bits": 4, "block_size": 128, "columns": columns}
-    expected = pack_affine(x, jnp.uint32(9), stochastic=stochastic, **code)
+    rounding = {"stochastic": stochastic, "dithered": dithered}
+    expected = pack_affine(x, jnp.uint32(9), **rounding, **code)
     packed = _call(
-        "pack_affine", list(map(_like, expected)), x, jnp.uint32(9),
-        stochastic=stochastic, **code,
-    )  # fmt: skip
+        "pack_affine", list(map(_like, expected)), x, jnp.uint32(9), **rounding, **code
+    )
     for part, wanted in zip(packed, expected, strict=True):
         assert_same_bits(part, wanted)
-    y = unpack_affine(*expected, size=x.shape[-1], dtype=x.dtype, **code)
+    seeds = jnp.full((2, 3), 9, jnp.uint32) if dithered else None
+    y = unpack_affine(*expected, size=x.shape[-1], dtype=x.dtype, seeds=seeds, **code)
     # The last operand is not read.
-    assert_same_bits(_call("unpack_affine", _like(y), *packed, x, **code), y)
+    others = (x,) if seeds is None else (seeds, x)
+    call = functools.partial(_call, "unpack_affine", _like(y), *packed, **code)
+    assert_same_bits(call(*others, dithered=dithered), y)
+    if dithered:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a uint32 seed for each"):
+            jax.block_until_ready(call(x, dithered=True))
 
 
 @pytest.mark.parametrize("columns", [32, 48])
@@ -75,8 +87,9 @@ def test_sums_of_blocks_are_those_of_their_values(handlers, rng, columns):
     of_blocks = jax.ShapeDtypeStruct(expected[1].shape, jnp.float32)
     results = [*map(_like, expected), of_blocks, of_blocks]
     *packed, total, of_squares = _call(
-        "pack_affine_and_sum", results, x, jnp.uint32(9), stochastic=True, **code
-    )
+        "pack_affine_and_sum", results, x, jnp.uint32(9),
+        stochastic=True, dithered=False, **code,
+    )  # fmt: skip
     for part, wanted in zip(packed, expected, strict=True):
         assert_same_bits(part, wanted)
     rows = x.reshape(-1, columns).astype(np.float64)
@@ -95,7 +108,7 @@ def test_sums_of_row_blocks_are_refused(handlers):
         jax.block_until_ready(
             _call(
                 "pack_affine_and_sum", [*results[:4], results[3]], x, jnp.uint32(9),
-                stochastic=True, **code,
+                stochastic=True, dithered=False, **code,
             )
         )  # fmt: skip
 
@@ -218,11 +231,12 @@ def test_what_cannot_be_timed_is_named(handlers, timed, message):
         ({"block_size": 65}, r"block_size \(65\) must be 64, 128, 256, 512 or 1024"),
         ({"columns": 7}, r"columns \(7\) must be 0 or divide .* row \(128\)"),
         ({"stochastic": 2}, r"stochastic \(2\) must be 0 or 1"),
+        ({"dithered": 2}, r"dithered \(2\) must be 0, or 1 where stochastic is 1"),
     ],
 )
 def test_bad_attributes_are_named(handlers, change, message):
     x = jnp.zeros((1, 128))
-    code = {"bits": 2, "block_size": 64, "columns": 0, "stochastic": 1}
+    code = {"bits": 2, "block_size": 64, "columns": 0, "stochastic": 1, "dithered": 0}
     packed = pack_affine(x, jnp.uint32(0), bits=2, block_size=64, stochastic=True)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(

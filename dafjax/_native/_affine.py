@@ -1,5 +1,6 @@
 """Primitives that encode rows as affine codes and decode them."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ def pack_affine(
     bits: int,
     block_size: int,
     stochastic: bool,
+    dithered: bool = False,
     columns: int = 0,
 ) -> tuple[Array, Array, Array]:
     """Encodes each row of an array as affine codes: `xla_ffi/README.md`, section 2.
@@ -46,6 +48,8 @@ def pack_affine(
         bits: Bits of a code: 1, 2, 3, 4 or 8.
         block_size: Elements that share a scale: 64, 128, 256, 512 or 1024.
         stochastic: Whether codes are rounded at random, without bias, or to nearest.
+        dithered: Whether the noise of stochastic rounding is subtracted by
+            `unpack_affine`, which then has half the error: section 3.
         columns: The columns of a row, a divisor of `n`; 0 for blocks of consecutive
             elements.
 
@@ -63,6 +67,7 @@ def pack_affine(
         bits=bits,
         block_size=block_size,
         stochastic=stochastic,
+        dithered=dithered,
         columns=columns,
     )
     return codes, scale, minimum
@@ -78,8 +83,11 @@ def unpack_affine(
     bits: int,
     block_size: int,
     columns: int = 0,
+    seeds: Array | None = None,
 ) -> Array:
     """Decodes rows: `value = minimum + code * |scale|`, rounded to `dtype`.
+
+    With `seeds`, the noise that was added to codes is subtracted first.
 
     Args:
         codes: uint16 `[*batch, ceil(size / 512) * 32 * bits]`.
@@ -91,6 +99,8 @@ def unpack_affine(
         bits: As they were encoded with.
         block_size: As it was encoded with.
         columns: As it was encoded with.
+        seeds: uint32 `[*batch]`, the seed of every row, if it was encoded with
+            `dithered`; else `None`.
 
     Returns:
         An array `[*batch, size]` of `dtype`.
@@ -103,19 +113,33 @@ def unpack_affine(
         codes,
         scale,
         minimum,
+        *(() if seeds is None else (seeds,)),
         *filter(can_pass_through, after),
         size=size,
         dtype=jnp.dtype(dtype),
         bits=bits,
         block_size=block_size,
         columns=columns,
+        dithered=seeds is not None,
     )
 
 
 def _pack_abstract_eval(
-    x: Any, seed: Any, *, bits: int, block_size: int, stochastic: bool, columns: int
+    x: Any,
+    seed: Any,
+    *,
+    bits: int,
+    block_size: int,
+    stochastic: bool,
+    dithered: bool,
+    columns: int,
 ) -> tuple[Any, Any, Any]:
     check_parameters("pack_affine", bits, block_size)
+    if dithered and not stochastic:
+        raise ValueError(
+            "pack_affine: `dithered` is for stochastic rounding: pass "
+            "`stochastic=True` too."
+        )
     check_dtype("pack_affine", "x", x.dtype, DTYPES)
     check_dtype("pack_affine", "seed", seed.dtype, (jnp.dtype(jnp.uint32),))
     if x.ndim < 1:
@@ -134,12 +158,13 @@ def _unpack_abstract_eval(
     codes: Any,
     scale: Any,
     minimum: Any,
-    *after: Any,
+    *others: Any,
     size: int,
     dtype: np.dtype,
     bits: int,
     block_size: int,
     columns: int,
+    dithered: bool,
 ) -> Any:
     check_parameters("unpack_affine", bits, block_size)
     check_dtype("unpack_affine", "dtype", dtype, DTYPES)
@@ -154,6 +179,10 @@ def _unpack_abstract_eval(
         "scale": (scale, blocks),
         "minimum": (minimum, blocks),
     }
+    if dithered:
+        seeds = others[0]
+        check_dtype("unpack_affine", "seeds", seeds.dtype, (jnp.dtype(jnp.uint32),))
+        expected["seeds"] = seeds, batch
     for name, (aval, shape) in expected.items():
         if aval.shape != shape:
             raise ValueError(
@@ -164,7 +193,7 @@ def _unpack_abstract_eval(
     return rows_like(codes, size, dtype)
 
 
-def _divide_pack(x: Any, seed: Any) -> DivisionRule:
+def _divide_pack(x: Any, seed: Any, **_: Any) -> DivisionRule:
     del seed
     batch = batch_of(x)
     return DivisionRule(
@@ -174,15 +203,19 @@ def _divide_pack(x: Any, seed: Any) -> DivisionRule:
     )
 
 
-def _divide_unpack(codes: Any, scale: Any, minimum: Any, *after: Any) -> DivisionRule:
+def _divide_unpack(
+    codes: Any, scale: Any, minimum: Any, *others: Any, dithered: bool, **_: Any
+) -> DivisionRule:
     del scale, minimum
     batch = batch_of(codes)
+    num_seeds = int(dithered)
     return DivisionRule(
         operands=(
             (*batch, "w"),
             (*batch, "k"),
             (*batch, "k"),
-            *independent(after),
+            *[batch] * num_seeds,
+            *independent(others[num_seeds:]),
         ),
         results=((*batch, "n"),),
         whole=("n", "w", "k"),
@@ -217,12 +250,18 @@ def check_dtype(
         raise TypeError(f"{function}: `{name}` must be {names}, not {dtype.name}.")
 
 
-def pack_attributes(*, stochastic: bool, **code: int) -> dict[str, Any]:
-    return {**_code_attributes(**code), "stochastic": np.int64(stochastic)}
+def pack_attributes(*, stochastic: bool, dithered: bool, **code: int) -> dict[str, Any]:
+    return {
+        **_code_attributes(**code),
+        "stochastic": np.int64(stochastic),
+        "dithered": np.int64(dithered),
+    }
 
 
-def _unpack_attributes(*, size: int, dtype: np.dtype, **code: int) -> dict[str, Any]:
-    return _code_attributes(**code)
+def _unpack_attributes(
+    *, size: int, dtype: np.dtype, dithered: bool, **code: int
+) -> dict[str, Any]:
+    return {**_code_attributes(**code), "dithered": np.int64(dithered)}
 
 
 def _code_attributes(*, bits: int, block_size: int, columns: int) -> dict[str, Any]:
@@ -249,13 +288,20 @@ def _batch_pack(
 
 
 def _batch_unpack(
-    operands: Sequence[Array], axes: Sequence[int | None], **params: Any
+    operands: Sequence[Array],
+    axes: Sequence[int | None],
+    *,
+    dithered: bool,
+    **params: Any,
 ) -> tuple[Array, int | None]:
-    if all(axis is None for axis in axes[:3]):
-        return unpack_affine_p.bind(*operands, **params), None
-    size = batch_size(operands[:3], axes[:3])
-    data = [to_front(x, a, size) for x, a in zip(operands[:3], axes[:3], strict=True)]
-    return unpack_affine_p.bind(*data, *operands[3:], **params), 0
+    num_data = 3 + dithered
+    data, of_data = operands[:num_data], axes[:num_data]
+    unpack = functools.partial(unpack_affine_p.bind, dithered=dithered, **params)
+    if all(axis is None for axis in of_data):
+        return unpack(*operands), None
+    size = batch_size(data, of_data)
+    data = [to_front(x, a, size) for x, a in zip(data, of_data, strict=True)]
+    return unpack(*data, *operands[num_data:]), 0
 
 
 pack_affine_p: Primitive = make_primitive(

@@ -31,16 +31,18 @@ def pack_affine_and_sum(
     bits: int,
     block_size: int,
     stochastic: bool,
+    dithered: bool = False,
     columns: int,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Encodes rows as `pack_affine` does, and sums their columns.
 
     Args:
         x: float32 `[*batch, n]`.
-        seed: As for `pack_affine`, and so are `bits`, `block_size` and `stochastic`.
+        seed: As for `pack_affine`, and so are the other arguments.
         bits: Bits of a code.
         block_size: Elements that share a scale.
         stochastic: Whether codes are rounded at random.
+        dithered: Whether the decoder subtracts the noise.
         columns: The columns of a row, a divisor of `n`, at least 1.
 
     Returns:
@@ -58,6 +60,7 @@ def pack_affine_and_sum(
         bits=bits,
         block_size=block_size,
         stochastic=stochastic,
+        dithered=dithered,
         columns=columns,
     )
     return codes, scale, minimum, total, of_squares

@@ -75,14 +75,14 @@ def _unpack_abstract_eval(words: Any, *after: Any, size: int) -> Any:
     return rows_like(words, size, jnp.dtype(jnp.bool_))
 
 
-def _divide_pack(mask: Any) -> DivisionRule:
+def _divide_pack(mask: Any, **_: Any) -> DivisionRule:
     batch = batch_of(mask)
     return DivisionRule(
         operands=((*batch, "n"),), results=((*batch, "w"),), whole=("n", "w")
     )
 
 
-def _divide_unpack(words: Any, *after: Any) -> DivisionRule:
+def _divide_unpack(words: Any, *after: Any, **_: Any) -> DivisionRule:
     batch = batch_of(words)
     return DivisionRule(
         operands=((*batch, "w"), *independent(after)),

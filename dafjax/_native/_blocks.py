@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dafjax._native._layout import LANES, ROWS, TILE, folded_width
@@ -75,6 +76,31 @@ class Blocks:
         )
         spread = spread.reshape(*batch, rows * length, lanes)
         return lax.slice_in_dim(spread, 0, positions, axis=-2)
+
+    def of_tiles(self, parameters: Array, tiles: int) -> tuple[Array, Array]:
+        """Gives each tile what belongs to two of its blocks.
+
+        Args:
+            parameters: uint32 `[*batch, blocks]`, at least the stored ones.
+            tiles: The tiles of a row.
+
+        Returns:
+            Of the blocks of lane 0 in row 0 and of lane 28 in row 14,
+            `[*batch, tiles]`; 0 where there is no such block.
+        """
+        tile = np.arange(tiles)
+        if self.columns == 0:
+            blocks = [(tile * TILE + place) // self.block_size for place in (0, 448)]
+        else:
+            row = tile // self.lane_groups * ROWS // self.block_size
+            lane = tile % self.lane_groups * LANES
+            blocks = [row * self._width + lane + place for place in (0, 28)]
+        missing = int(blocks[1].max(initial=0)) + 1 - parameters.shape[-1]
+        if missing > 0:
+            padding = [(0, 0, 0)] * (parameters.ndim - 1) + [(0, missing, 0)]
+            parameters = lax.pad(parameters, jnp.uint32(0), padding)
+        first, last = (jnp.take(parameters, b, axis=-1) for b in blocks)
+        return first, last
 
     @property
     def lane_groups(self) -> int:

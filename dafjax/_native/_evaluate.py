@@ -93,7 +93,7 @@ def _attributes(*, tape: tuple[int, ...]) -> dict[str, Any]:
     return {"tape": np.array(tape, np.int64)}
 
 
-def _divide(given: Any) -> DivisionRule:
+def _divide(given: Any, **_: Any) -> DivisionRule:
     batch = batch_of(given)
     return DivisionRule(
         operands=((*batch, "m"),), results=((*batch, "v"),), whole=("m", "v")

@@ -21,13 +21,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from dafjax._native import _reference
-from dafjax._native._affine import unpack_affine, unpack_affine_p
-from dafjax._native._bitmask import (
-    pack_bitmask,
-    pack_bitmask_p,
-    unpack_bitmask,
-    unpack_bitmask_p,
-)
+from dafjax._native._affine import unpack_affine_p
+from dafjax._native._bitmask import pack_bitmask, pack_bitmask_p, unpack_bitmask_p
 from dafjax._native._primitive import (
     batch_size,
     can_pass_through,
@@ -50,6 +45,7 @@ def unpack_affine_fused(
     bits: int,
     block_size: int,
     columns: int = 0,
+    seeds: Array | None = None,
 ) -> Array:
     """Decodes rows as `unpack_affine` does, and reshapes them.
 
@@ -64,6 +60,7 @@ def unpack_affine_fused(
         bits: As they were encoded with, and so are `block_size` and `columns`.
         block_size: Elements that share a scale.
         columns: The columns of a row, 0 for blocks of consecutive elements.
+        seeds: uint32 `[*batch]`, as for `unpack_affine`.
 
     Returns:
         An array of `shape` and `dtype`.
@@ -76,6 +73,7 @@ def unpack_affine_fused(
         codes,
         scale,
         minimum,
+        *(() if seeds is None else (seeds,)),
         *filter(can_pass_through, after),
         shape=shape,
         size=size,
@@ -83,6 +81,7 @@ def unpack_affine_fused(
         bits=bits,
         block_size=block_size,
         columns=columns,
+        dithered=seeds is not None,
     )
 
 
@@ -128,7 +127,6 @@ def pack_bitmask_fused(mask: Array) -> Array:
 def _make_primitive(
     name: str,
     primitive: Primitive,
-    call: Callable[..., Array],
     reference: Callable[..., Array],
     num_data: int,
 ) -> Primitive:
@@ -137,9 +135,9 @@ def _make_primitive(
     Args:
         name: Its name.
         primitive: The other one.
-        call: What binds that.
         reference: What XLA can fuse, in `jax.numpy`.
-        num_data: How many of the operands are decoded, or packed, the first ones.
+        num_data: How many of the operands are decoded, or packed, the first ones. If
+            noise is subtracted, seeds are one more.
     """
 
     def abstract_eval(*avals: Any, shape: tuple[int, ...], **params: Any) -> Any:
@@ -147,7 +145,7 @@ def _make_primitive(
         return reshaped(rows, shape)
 
     def as_call(*operands: Array, shape: tuple[int, ...], **params: Any) -> Array:
-        return lax.reshape(call(*operands, **params), shape)
+        return lax.reshape(primitive.bind(*operands, **params), shape)
 
     def lower(
         context: mlir.LoweringRuleContext, *operands: Any, **params: Any
@@ -164,12 +162,13 @@ def _make_primitive(
         shape: tuple[int, ...],
         **params: Any,
     ) -> tuple[Array, int | None]:
-        data, of_data = operands[:num_data], axes[:num_data]
+        first = num_data + params.get("dithered", False)
+        data, of_data = operands[:first], axes[:first]
         if all(axis is None for axis in of_data):
             return fused.bind(*operands, shape=shape, **params), None
         size = batch_size(data, of_data)
         data = [to_front(x, a, size) for x, a in zip(data, of_data, strict=True)]
-        rest = operands[num_data:]
+        rest = operands[first:]
         return fused.bind(*data, *rest, shape=(size, *shape), **params), 0
 
     fused = make_primitive(
@@ -190,14 +189,12 @@ def _make_primitive(
 unpack_affine_fused_p: Primitive = _make_primitive(
     "dafjax_unpack_affine_fused",
     unpack_affine_p,
-    unpack_affine,
     _reference.unpack_affine,
     num_data=3,
 )
 pack_bitmask_fused_p: Primitive = _make_primitive(
     "dafjax_pack_bitmask_fused",
     pack_bitmask_p,
-    pack_bitmask,
     _reference.pack_bitmask,
     num_data=1,
 )
@@ -205,7 +202,6 @@ pack_bitmask_fused_p: Primitive = _make_primitive(
 unpack_bitmask_fused_p: Primitive = _make_primitive(
     "dafjax_unpack_bitmask_fused",
     unpack_bitmask_p,
-    unpack_bitmask,
     _reference.unpack_bitmask,
     num_data=1,
 )

@@ -111,7 +111,7 @@ def _attributes(
     }
 
 
-def _divide(importances: Any, *after: Any) -> DivisionRule:
+def _divide(importances: Any, *after: Any, **_: Any) -> DivisionRule:
     # Sums over all devices are there on each.
     names = tuple(f"n{axis}" for axis in range(importances.ndim))
     return DivisionRule(

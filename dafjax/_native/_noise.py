@@ -30,15 +30,13 @@ def noise_words(seed: Array, checksum: Array) -> Array:
     """Computes the 16-bit noise word of every element.
 
     Args:
-        seed: uint32 scalar.
+        seed: uint32 scalar, or `[*batch]`.
         checksum: uint32 `[*batch, tiles]`, see `checksums`.
 
     Returns:
         uint32 `[*batch, tiles, 16 rows, 32 lanes]`, values below 2^16.
     """
-    tile = lax.broadcasted_iota(jnp.uint32, checksum.shape, checksum.ndim - 1)
-    stream = _mix(seed + jnp.uint32(_GOLDEN_RATIO))
-    key = _mix(_mix(stream ^ tile) + checksum)
+    key = tile_keys(seed, checksum)
 
     # Two lanes share a draw of 32 bits: the low half serves the even one.
     pairs = (*checksum.shape, LANES // 2)
@@ -50,6 +48,35 @@ def noise_words(seed: Array, checksum: Array) -> Array:
     )
     powers = _POWERS.reshape((1,) * checksum.ndim + (ROWS, 1))
     return (first * powers) & jnp.uint32(0xFFFF)
+
+
+def tile_keys(seed: Array, checksum: Array) -> Array:
+    """Computes the key of every tile, from which its noise is drawn.
+
+    Args:
+        seed: uint32 scalar, or `[*batch]`.
+        checksum: uint32 `[*batch, tiles]`, see `checksums` and `checksums_of_codes`.
+
+    Returns:
+        uint32 `[*batch, tiles]`.
+    """
+    tile = lax.broadcasted_iota(jnp.uint32, checksum.shape, checksum.ndim - 1)
+    stream = _mix(seed[..., None] + jnp.uint32(_GOLDEN_RATIO))
+    return _mix(_mix(stream ^ tile) + checksum)
+
+
+def checksums_of_codes(first: Array, last: Array) -> Array:
+    """Joins what is stored of two blocks of each tile, for noise that is subtracted.
+
+    Args:
+        first: uint32 `[*batch, tiles]`: of the block of lane 0 in row 0, its scale as
+            it is stored in the upper half and its minimum in the lower one.
+        last: Of the block of lane 28 in row 14; 0 if none is stored.
+
+    Returns:
+        uint32 `[*batch, tiles]`.
+    """
+    return first + last * jnp.uint32(_GOLDEN_RATIO)
 
 
 def _mix(x: Array) -> Array:

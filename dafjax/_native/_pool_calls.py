@@ -245,7 +245,7 @@ def _refuse_explicit_axes(x: Any) -> None:
         _refuse_division()
 
 
-def _refuse_division(*_: Any) -> NoReturn:
+def _refuse_division(*_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(
         "A `dafjax.stores.PagePool` does not serve programs that XLA divides among "
         "devices: the entries of each device would need handles of their own. Use "

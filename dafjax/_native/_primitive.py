@@ -48,8 +48,8 @@ def make_primitive(
         multiple_results: Whether the results are a sequence.
         attributes: The custom call's attributes from the primitive's parameters; none
             if not given.
-        division: From the operands' types, which dimensions devices may share out. All
-            of them if `aliased`.
+        division: From the operands' types and the primitive's parameters, which
+            dimensions devices may share out. All of them if `aliased`.
         target: Name of the custom call's target, if it is another.
         aliased: Whether results take the buffers of as many operands, the last ones.
         is_call_on_cpu: Whether it is a custom call on CPUs.
@@ -108,7 +108,7 @@ def make_primitive(
                 rule = DivisionRule(dimensions, dimensions[num_first:])
             else:
                 assert division is not None
-                rule = division(*context.avals_in)
+                rule = division(*context.avals_in, **params)
             divided = divide(functools.partial(bind, **params), rule)
             return mlir.lower_fun(divided)(context, *operands)
         aliases = {num_first + i: i for i in range(len(context.avals_out))}

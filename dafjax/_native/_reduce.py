@@ -107,8 +107,8 @@ def _resolve(reduction: str) -> Callable[..., dict[str, Static]]:
     return resolve
 
 
-def _division(num_results: int) -> Callable[[Any], DivisionRule]:
-    def division(x: Any) -> DivisionRule:
+def _division(num_results: int) -> Callable[..., DivisionRule]:
+    def division(x: Any, **_: Any) -> DivisionRule:
         batch = batch_of(x)
         return DivisionRule(
             operands=((*batch, "n"),),

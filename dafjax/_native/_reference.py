@@ -13,7 +13,7 @@ from jax import lax
 from dafjax._native import _float_bits as fb
 from dafjax._native._blocks import Blocks
 from dafjax._native._layout import TILE, num_blocks, num_tiles
-from dafjax._native._noise import checksums, noise_words
+from dafjax._native._noise import checksums, checksums_of_codes, noise_words
 from dafjax._native._planes import pack_planes, to_tiles, unpack_planes
 from dafjax._typing import Array
 
@@ -32,6 +32,7 @@ def pack_affine(
     bits: int,
     block_size: int,
     stochastic: bool,
+    dithered: bool = False,
     columns: int = 0,
 ) -> tuple[Array, Array, Array]:
     """Encodes rows: section 2. See `dafjax._native.pack_affine`."""
@@ -45,6 +46,7 @@ def pack_affine(
         bits=bits,
         blocks=blocks,
         stochastic=stochastic,
+        dithered=dithered,
     )
     # Otherwise fusion repeats the work on elements for each plane.
     code = lax.optimization_barrier(code.astype(jnp.uint8)).astype(jnp.uint32)
@@ -67,6 +69,7 @@ def encode_padded(
     bits: int,
     blocks: Blocks,
     stochastic: bool,
+    dithered: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Returns the code of every element, and scale and minimum of every block.
 
@@ -79,6 +82,7 @@ def encode_padded(
         bits: Bits of a code.
         blocks: How elements are grouped.
         stochastic: Whether rounding is stochastic.
+        dithered: Whether the decoder subtracts the noise.
 
     Returns:
         uint32 codes `[*batch, padded]`; scale, its sign set if flagged, and minimum,
@@ -104,7 +108,8 @@ def encode_padded(
     has_scale = scale > jnp.float32(0)
     inverse = jnp.where(has_scale, fb.power_over(scale, fraction_bits), jnp.float32(0))
     half_step = _power_of_two(-(fraction_bits + jnp.int32(1)))
-    start = minimum - scale * half_step
+    # The decoder takes half a unit of the fraction more off than noise has on average.
+    start = minimum if dithered else minimum - scale * half_step
 
     # Otherwise fusion repeats the work on blocks for each element.
     start, inverse, fraction_bits, has_scale = lax.optimization_barrier(
@@ -117,18 +122,29 @@ def encode_padded(
     fixed = scaled.astype(jnp.int32).astype(jnp.uint32)
 
     fraction_bits = fraction_bits.astype(jnp.uint32)[..., None]
-    if stochastic:
-        tiles = jnp.where(fb.is_finite(tiles), tiles, jnp.uint32(0))
-        words = blocks.from_tiles(noise_words(seed, checksums(tiles)))
+    sign = flagged.astype(jnp.uint32) << jnp.uint32(31)
+    scale = fb.from_bits(fb.to_bits(scale) | sign)
+    if stochastic or dithered:
+        if dithered:
+            of_tiles = blocks.of_tiles(_joined(scale, minimum), tiles.shape[-3])
+            checksum = checksums_of_codes(*of_tiles)
+        else:
+            finite_tiles = jnp.where(fb.is_finite(tiles), tiles, jnp.uint32(0))
+            checksum = checksums(finite_tiles)
+        words = blocks.from_tiles(noise_words(seed, checksum))
         noise = blocks.to_blocks(words) >> (jnp.uint32(16) - fraction_bits)
     else:
         noise = jnp.uint32(1) << (fraction_bits - jnp.uint32(1))
     code = jnp.minimum(fixed + noise, jnp.uint32(_TOP_CODE)) >> fraction_bits
     code = jnp.where(finite, code, _not_finite_code(pattern, bits))
     code = jnp.where(present, code, jnp.uint32(0))
-    sign = flagged.astype(jnp.uint32) << jnp.uint32(31)
-    scale = fb.from_bits(fb.to_bits(scale) | sign)
     return blocks.from_blocks(code), scale, minimum
+
+
+def _joined(scale: Array, minimum: Array) -> Array:
+    """Joins parameters that bfloat16 holds in one word for each block."""
+    minimum = fb.to_bits(minimum.astype(jnp.float32))
+    return fb.to_bits(scale.astype(jnp.float32)) | (minimum >> jnp.uint32(16))
 
 
 def _affine_parameters(
@@ -136,7 +152,7 @@ def _affine_parameters(
 ) -> tuple[Array, Array]:
     """Computes `zero` and `scale`, float32 that hold bfloat16 values."""
     half = jnp.float32(0.5)
-    limit = np.float32(65504) if dtype == jnp.float16 else _MAX_BFLOAT16
+    limit = _largest(dtype)
     lowest = np.float32(-65280) if dtype == jnp.float16 else -_MAX_BFLOAT16
     step = jnp.where(flagged, _per_level(bits - 1), _per_level(bits))
 
@@ -145,6 +161,11 @@ def _affine_parameters(
     cap = fb.bfloat16_down(jnp.minimum(room, _MAX_BFLOAT16))
     scale = jnp.minimum(fb.bfloat16_up((half * high - half * zero) * step), cap)
     return zero, jnp.where(scale < _SMALLEST_SCALE, jnp.float32(0), scale)
+
+
+def _largest(dtype: np.dtype) -> np.float32:
+    """Returns what no decoded value is greater than."""
+    return np.float32(65504) if dtype == jnp.float16 else _MAX_BFLOAT16
 
 
 def _per_level(bits: int) -> Array:
@@ -171,26 +192,32 @@ def unpack_affine(
     codes: Array,
     scale: Array,
     minimum: Array,
-    *after: Array,
+    *others: Array,
     size: int,
     dtype: np.dtype,
     bits: int,
     block_size: int,
     columns: int = 0,
+    dithered: bool = False,
     kept_bits: int | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Array:
     """Decodes rows: section 2. See `dafjax._native.unpack_affine`.
+
+    With `dithered`, the first of the others are the seeds of rows, whose noise is
+    subtracted.
 
     With `kept_bits`, `codes` have lost all planes but those of so many bits: section 5.
     With `shape`, the result has that, and takes fewer operations for an element, of
     which one may be on subnormal numbers: XLA:GPU does not flush them.
     """
     kept = bits if kept_bits is None else kept_bits
+    after = others[1:] if dithered else others
     codes, scale, minimum = _wait_for(after, codes, scale, minimum)
     batch = codes.shape[:-1]
     blocks = Blocks(block_size, columns)
-    code = unpack_planes(codes, kept, num_tiles(size, columns), blocks.lane_groups)
+    tiles = num_tiles(size, columns)
+    code = unpack_planes(codes, kept, tiles, blocks.lane_groups)
     lanes = code.shape[-1]
     positions = -(-size // lanes)
     code = lax.slice_in_dim(code, 0, positions, axis=-2)
@@ -201,12 +228,21 @@ def unpack_affine(
         row = x.reshape(*batch, positions * lanes)
         return _cut(row, size).reshape((*batch, size) if shape is None else shape)
 
+    words = None
+    if dithered:
+        of_tiles = blocks.of_tiles(_joined(scale, minimum), tiles)
+        words = noise_words(others[0], checksums_of_codes(*of_tiles))
+        words = blocks.from_tiles(words).reshape(*batch, -1, lanes)
+        words = arrange(lax.slice_in_dim(words, 0, positions, axis=-2))
     code = arrange(code)
     scale = arrange(blocks.spread(scale, positions))
     minimum = arrange(blocks.spread(minimum, positions))
     scale = scale.astype(jnp.float32)
     minimum = minimum.astype(jnp.float32)
-    half_step = _half(code)
+    if words is None:
+        half_step = _half(code)
+    else:
+        half_step = _half_without_noise(code, words, scale, bits)
     if kept < bits:
         alike = 2 ** (bits - kept)
         half_step = half_step * jnp.float32(alike) + jnp.float32((alike - 1) / 4)
@@ -217,6 +253,8 @@ def unpack_affine(
     grow = jnp.where(is_large, jnp.float32(2), jnp.float32(1))
     product = half_step * jnp.abs(scale)
     value = (minimum * shrink + product * (shrink + shrink)) * grow
+    if dithered:
+        value = lax.clamp(-_largest(dtype), value, _largest(dtype))
     value = fb.round_to(value, dtype)
 
     # In integers: XLA:GPU would write booleans to memory, to decode less often. The
@@ -234,6 +272,17 @@ def _half(code: Array) -> Array:
     """Returns half of a code of 8 bits at most, exactly: one operation on floats."""
     base = _HALF_IS_LAST.view(np.uint32)
     return fb.from_bits(code | base) - _HALF_IS_LAST
+
+
+def _half_without_noise(code: Array, words: Array, scale: Array, bits: int) -> Array:
+    """Returns half of a code less its noise, exactly."""
+    flag = fb.to_bits(scale) >> jnp.uint32(31)
+    fraction = jnp.uint32(16 - bits) + flag
+    noise = words >> (jnp.uint32(16) - fraction)
+    middle = jnp.uint32(1) << (fraction - jnp.uint32(1))
+    fixed = lax.bitcast_convert_type((code << fraction) + middle - noise, jnp.int32)
+    unit = _power_of_two(-(fraction.astype(jnp.int32) + jnp.int32(1)))
+    return fixed.astype(jnp.float32) * unit
 
 
 # The last bit of a float32 is a half from here on.
@@ -282,10 +331,11 @@ def tie(
     *arrays: Array,
     num_awaited: int,
     num_settled: int,
+    num_droppable: int,
     only_on_cpus: bool,
 ) -> tuple[Array, ...]:
     """Returns its arguments, none before all but the last are there that are read."""
-    del num_awaited
+    del num_awaited, num_droppable
     if only_on_cpus:
         return arrays
     num_tied = len(arrays) - num_settled

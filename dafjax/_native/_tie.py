@@ -29,6 +29,7 @@ def tie(
     *arrays: Array,
     num_awaited: int = 0,
     num_settled: int = 0,
+    num_droppable: int = 0,
     only_on_cpus: bool = False,
 ) -> tuple[Array, ...]:
     """Returns its arguments unchanged, none of them before all are computed.
@@ -45,6 +46,8 @@ def tie(
         num_settled: How many of the arrays, the last ones, wait for the others, which
             do not wait for them. On a GPU they wait for nothing: XLA:GPU puts off what
             reads results of a barrier.
+        num_droppable: How many of the arrays, the first ones, need not be computed for
+            the others: JAX drops them from the tie where nobody reads their results.
         only_on_cpus: Whether they are tied on CPUs alone, and where devices share them.
             On one GPU what XLA makes in the kernel that reads it need not wait, and
             copies of operands are made where the operands are.
@@ -55,11 +58,13 @@ def tie(
     operands = tuple(filter(can_pass_through, arrays))
     awaited = sum(map(can_pass_through, arrays[:num_awaited]))
     settled = sum(map(can_pass_through, arrays[len(arrays) - num_settled :]))
+    droppable = sum(map(can_pass_through, arrays[:num_droppable]))
     tied = iter(
         _bind(
             operands,
             num_awaited=awaited,
             num_settled=settled,
+            num_droppable=droppable,
             only_on_cpus=only_on_cpus,
         )
     )
@@ -145,25 +150,13 @@ def _batch(
     return tie_p.bind(*operands, **params), axes
 
 
-def _is_token(aval: Any) -> bool:
-    return aval.shape == ()
-
-
 def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], Any]:
-    """Drops operands that come out of a tie for nobody: `jax.checkpoint` asks.
-
-    What was packed in its first forward pass is dead, and would be packed for the tie.
-    Tokens, scalars, and what is awaited remain: others are to wait for them.
-    """
+    """Drops what can be dropped and comes out of a tie for nobody."""
     if not any(used):
         return [False] * len(used), None
-    awaited = equation.params["num_awaited"]
-    settled_from = len(used) - equation.params["num_settled"]
-    keeps = [
-        is_used or n < awaited or _is_token(v.aval)
-        for n, (is_used, v) in enumerate(zip(used, equation.outvars, strict=True))
-    ]
-    params = {**equation.params, "num_settled": sum(keeps[settled_from:])}
+    droppable = equation.params["num_droppable"]
+    keeps = [is_used or n >= droppable for n, is_used in enumerate(used)]
+    params = {**equation.params, "num_droppable": sum(keeps[:droppable])}
     kept = equation.replace(
         invars=list(itertools.compress(equation.invars, keeps)),
         outvars=list(itertools.compress(equation.outvars, keeps)),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from dafjax._plan.extents import (
 )
 from dafjax._plan.linearity import find_uses
 from dafjax._plan.normalized import Form, limit_in_codes, mixes, with_copies
+from dafjax._plan.one_sided import find_one_sided
 from dafjax._plan.phases import note_phases, without_phases
 from dafjax._plan.plan import Kept, ProgramPlan
 from dafjax._plan.pooling import note_places
@@ -187,6 +188,10 @@ def make_plan(
         producers.update((v, eqn) for eqn in made.equations for v in eqn.outputs)
         stands_for.update(dict.fromkeys(made.copies, value))
     channels = find_channels(program, activations)
+    # Dithered rounding goes beyond the range of values, where a pole may be.
+    one_sided = find_one_sided(program)
+    spread = {v for v, use in uses.items() if use == Use.LINEAR} - one_sided
+    spread.update(copy for copy, value in stands_for.items() if value in spread)
     packed_masks = {v for v in kept if not isinstance(decisions[v], Save)}
     program = without_phases(program, phased.phases, kept.union(copies))
     program, masks = with_masks_of_results(program, rectifiers, packed_masks)
@@ -205,6 +210,7 @@ def make_plan(
                     num_bits[value],
                     tuple(program.avals[value].shape),
                     has_channels=value in channels,
+                    rounding="dithered" if value in spread else "stochastic",
                 ),
                 is_packed=value in packed,
                 stands_for=stands_for.get(value),
@@ -391,12 +397,18 @@ def _decide_argument(aval: Any) -> Decision:
     return decision if is_coded or not is_inexact(decision) else Save()
 
 
-def _default_codec(bits: int, shape: tuple[int, ...], *, has_channels: bool) -> Affine:
+def _default_codec(
+    bits: int,
+    shape: tuple[int, ...],
+    *,
+    has_channels: bool,
+    rounding: Literal["stochastic", "dithered"] = "stochastic",
+) -> Affine:
     """Returns the codec of what a policy leaves open."""
-    columns = Affine(bits=bits, blocks="columns")
+    columns = Affine(bits=bits, blocks="columns", rounding=rounding)
     if has_channels and columns.has_full_columns(shape):
         return columns
-    return Affine(bits=bits)
+    return Affine(bits=bits, rounding=rounding)
 
 
 def _find_names(program: Program) -> dict[int, tuple[str, ...]]:

@@ -137,7 +137,9 @@ class _RunningForward:
         if self._ties.forward and self._last_use.get(carrier, -1) > now:
             through = (carrier, *sums)
             arrays = look_up(through, self._env)
-            *tied, self._token = tie(*leaves, *arrays, self._token)
+            *tied, self._token = tie(
+                *leaves, *arrays, self._token, num_droppable=len(leaves)
+            )
             leaves, arrays = tied[: len(leaves)], tied[len(leaves) :]
             self._env.update(zip(through, arrays, strict=True))
         else:

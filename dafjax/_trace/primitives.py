@@ -65,6 +65,23 @@ _WILD_IF_COMPLEX = frozenset(
     ]
 )
 
+# Results have a least or a greatest value that many elements have, or nearly. (A
+# logistic function has bounds, too, but comes near them only for large operands.)
+_ONE_SIDED = frozenset(
+    [
+        *("abs", "bounded_exp", "clamp", "exp", "exp2", "integer_pow", "max", "min"),
+        *("reduce_max", "reduce_min", "reduce_window_max", "select_rectified", "sqrt"),
+        *("square",),
+    ]
+)
+# So where all their operands are on one side.
+_KEEPING_SIDES = frozenset(
+    [
+        *("add", "add_any", "convert_element_type", "cumsum", "div", "mul"),
+        *("reduce_sum", "reduce_window_sum", "select_n"),
+    ]
+)
+
 _REARRANGING = frozenset(
     [
         *("broadcast_in_dim", "concatenate", "device_put", "dynamic_slice"),
@@ -223,6 +240,17 @@ def is_periodic(primitive: str) -> bool:
 def saturation_limit(primitive: str) -> float:
     """Returns the magnitude beyond which an operation is constant, or infinity."""
     return _SATURATING.get(primitive, math.inf)
+
+
+def is_one_sided(primitive: str, operands_are: bool) -> bool:
+    """Returns whether many elements of a result are at an end of its range, or near it.
+
+    Args:
+        primitive: The operation.
+        operands_are: Whether its operands are such.
+    """
+    keeps = keeps_values(primitive) or primitive in _REARRANGING | _KEEPING_SIDES
+    return primitive in _ONE_SIDED or (operands_are and keeps)
 
 
 def linear_operands(primitive: str, num_operands: int) -> range:

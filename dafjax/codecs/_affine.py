@@ -8,6 +8,7 @@ from typing import Any, Literal, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from dafjax._native import (
     pack_affine,
@@ -29,7 +30,7 @@ from dafjax.codecs._rows import from_rows, is_divided_by_type, rows_of, to_rows
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_ROUNDINGS = ("stochastic", "nearest")
+_ROUNDINGS = ("stochastic", "dithered", "nearest")
 _BLOCKS = ("rows", "columns")
 
 
@@ -46,11 +47,14 @@ class PackedAffine:
         scale: bfloat16 `[m, ceil(n / block_size)]`, the step between codes. The sign
             bit marks a block that holds infinities or NaN.
         minimum: bfloat16 `[m, ceil(n / block_size)]`, the value of code 0.
+        seeds: uint32 `[m]`, those of the noise that `decode` subtracts. `None` where
+            the rounding is not dithered.
     """
 
     codes: Array
     scale: Array
     minimum: Array
+    seeds: Array | None = None
 
 
 @final
@@ -70,7 +74,17 @@ class Affine(AbstractCodec):
     Stochastic rounding goes up with the probability of the fraction, so that the mean
     of `x'` is `x` (to 2^-(16 - bits) of a step) and its error is below one step;
     nearest rounding has an error of at most half a step and a bias. Zeros of a block
-    whose least value is zero stay exactly zero. NaN and infinities survive at three
+    whose least value is zero stay exactly zero.
+
+    Dithered rounding has an error of at most half a step and no bias: it is stochastic,
+    and `decode` draws the same noise again and subtracts it. The variance is a twelfth
+    of a squared step for every value, where stochastic rounding has a sixth on average
+    (Schuchman, 1964, "Dither signals and their effect on quantization noise"). Decoded
+    values can be half a step beyond the range of their block, and zeros do not stay
+    exactly zero. It takes four bytes more for a row. A page pool, which can drop bits
+    of a code, rounds stochastically instead.
+
+    NaN and infinities survive at three
     bits and more; with fewer they become NaN. float32 subnormals count as zero.
 
     The code is the random quantization of ActNN (Chen et al., 2021, arXiv:2104.14129);
@@ -104,7 +118,7 @@ class Affine(AbstractCodec):
     Args:
         bits: Bits of a code: 1, 2, 3, 4 or 8.
         block_size: Elements that share a scale: 64, 128, 256, 512 or 1024.
-        rounding: `"stochastic"` or `"nearest"`.
+        rounding: `"stochastic"`, `"dithered"` or `"nearest"`.
         blocks: `"rows"`, blocks of consecutive elements, or `"columns"`, blocks of the
             values of one channel.
 
@@ -114,7 +128,7 @@ class Affine(AbstractCodec):
 
     bits: int = 2
     block_size: int = 256
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    rounding: Literal["stochastic", "dithered", "nearest"] = "stochastic"
     blocks: Literal["rows", "columns"] = "rows"
 
     def __post_init__(self) -> None:
@@ -134,7 +148,7 @@ class Affine(AbstractCodec):
             "rounding",
             self.rounding,
             _ROUNDINGS,
-            "Stochastic rounding keeps gradients unbiased.",
+            "Stochastic and dithered rounding keep gradients unbiased.",
         )
         _check_choice(
             "blocks",
@@ -144,17 +158,23 @@ class Affine(AbstractCodec):
         )
 
     def __str__(self) -> str:
-        nearest = ", nearest" if self.rounding == "nearest" else ""
-        return f"{self.bits} bits, {self.blocks} of {self.block_size}{nearest}"
+        rounding = "" if self.rounding == "stochastic" else f", {self.rounding}"
+        return f"{self.bits} bits, {self.blocks} of {self.block_size}{rounding}"
 
     @property
     def is_exact(self) -> bool:
         return False
 
+    @property
+    def is_dithered(self) -> bool:
+        """Whether noise is subtracted when arrays are decoded."""
+        return self.rounding == "dithered"
+
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
         rows, parameters = self._rows_and_parameters(x)
-        codes, scale, minimum = pack_affine(rows, as_seed(seed), **parameters)
-        return PackedAffine(codes=codes, scale=scale, minimum=minimum)
+        seed = as_seed(seed)
+        packed = pack_affine(rows, seed, **parameters)
+        return PackedAffine(*packed, seeds=self._seeds(seed, rows))
 
     def sums_columns(self, like: Like) -> bool:
         _, columns = self.rows_and_columns(like.shape)
@@ -166,16 +186,17 @@ class Affine(AbstractCodec):
         if not self.sums_columns(jax.ShapeDtypeStruct(x.shape, x.dtype)):
             return super().encode_and_sum(x, seed=seed)
         rows, parameters = self._rows_and_parameters(x)
-        *packed, total, of_squares = pack_affine_and_sum(
-            rows, as_seed(seed), **parameters
-        )
-        return PackedAffine(*packed), total, of_squares
+        seed = as_seed(seed)
+        *packed, total, of_squares = pack_affine_and_sum(rows, seed, **parameters)
+        seeds = self._seeds(seed, rows)
+        return PackedAffine(*packed, seeds=seeds), total, of_squares
 
     def decode(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
         operands = packed.codes, packed.scale, packed.minimum, *after
-        unpacked = unpack_affine(*operands, **self._unpack_parameters(like))
+        parameters = self._unpack_parameters(like)
+        unpacked = unpack_affine(*operands, seeds=packed.seeds, **parameters)
         return from_rows(unpacked, like)
 
     def decode_fused(
@@ -185,7 +206,9 @@ class Affine(AbstractCodec):
             return self.decode(packed, like, after=after)
         operands = packed.codes, packed.scale, packed.minimum, *after
         parameters = self._unpack_parameters(like)
-        return unpack_affine_fused(*operands, shape=tuple(like.shape), **parameters)
+        return unpack_affine_fused(
+            *operands, shape=tuple(like.shape), seeds=packed.seeds, **parameters
+        )
 
     def packs_rows(self, like: Like) -> bool:
         rows, _ = self.rows_and_columns(like.shape)
@@ -196,7 +219,7 @@ class Affine(AbstractCodec):
         (*count, size), columns = self.rows_and_columns(like.shape)
         words = num_words(size, self.bits, columns)
         blocks = num_blocks(size, self.block_size, columns)
-        return math.prod(count) * (2 * words + 4 * blocks)
+        return math.prod(count) * (2 * words + 4 * (blocks + self.is_dithered))
 
     def has_full_columns(self, shape: tuple[int, ...]) -> bool:
         """Returns whether an array's blocks of columns are full enough to pay.
@@ -226,10 +249,17 @@ class Affine(AbstractCodec):
         parameters = {
             "bits": self.bits,
             "block_size": self.block_size,
-            "stochastic": self.rounding == "stochastic",
+            "stochastic": self.rounding != "nearest",
+            "dithered": self.is_dithered,
             "columns": columns,
         }
         return to_rows(x, rows), parameters
+
+    def _seeds(self, seed: Array, rows: Array) -> Array | None:
+        """Returns the seed of every row, divided among devices as rows are."""
+        if not self.is_dithered:
+            return None
+        return lax.full_like(rows, 0, jnp.uint32, rows.shape[:-1]) + seed
 
     def _unpack_parameters(self, like: Like) -> dict[str, Any]:
         self.check(like)

@@ -24,7 +24,8 @@ def sample_rounding_noise(affine: Affine, x: Array) -> Array:
     random, so that its mean is `v`; the variance is then `(v - low) * (high - v)`. Over
     `(high - low)^2` that is 1/6 for elements that are spread evenly in their block, up
     to 1/4 where most lie in its middle, and 0 where all lie at its ends: masks, and
-    probabilities that are 0 or 1, are not rounded.
+    probabilities that are 0 or 1, are not rounded. Where noise is subtracted from codes
+    it is 1/12 for all elements.
 
     Args:
         affine: How blocks are formed; its bits do not matter.
@@ -44,6 +45,8 @@ def _mean_noise(affine: Affine, x: Array) -> jax.Array:
     low = jnp.min(blocks, axis=-1, keepdims=True)
     high = jnp.max(blocks, axis=-1, keepdims=True)
     variance = jnp.mean((blocks - low) * (high - blocks))
+    if affine.is_dithered:
+        variance = jnp.mean((high - low) ** 2) / 12
     squared_range = jnp.mean((high - low) ** 2)
     return variance / jnp.where(squared_range == 0, 1, squared_range)
 

@@ -1,5 +1,6 @@
 """A pool of pages as a store: control, limits and statistics."""
 
+import dataclasses
 import fnmatch
 import itertools
 import types
@@ -241,6 +242,9 @@ class PagePool(AbstractStore):
             return wanted
         number = pool_hash(site)
         self._sites[number] = site
+        if wanted.is_dithered:
+            # Noise cannot be subtracted from codes that have lost planes.
+            wanted = dataclasses.replace(wanted, rounding="stochastic")
         return PooledAffine(
             wanted, pool=self._hash, site=number, reads=reads, num_parts=num_parts
         )

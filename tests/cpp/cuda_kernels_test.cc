@@ -78,7 +78,7 @@ void CheckLaunched(const char* failure) {
 
 struct Case {
   AffineShape shape;
-  bool stochastic;
+  bool stochastic, dithered;
   uint32_t seed;
   Kind kind;
   int64_t offset;  // of arrays, in elements
@@ -90,6 +90,7 @@ struct Case {
            std::to_string(shape.num_rows) + " elements " +
            std::to_string(shape.row_elements) + " columns " +
            std::to_string(shape.columns) + " stochastic " + std::to_string(stochastic) +
+           " dithered " + std::to_string(dithered) +
            " kind " + std::to_string(kind) + " offset " + std::to_string(offset);
   }
 };
@@ -145,7 +146,7 @@ void TestAffine(const Case& of, Random* random) {
       reinterpret_cast<uint8_t*>(expected.codes.data()),
       reinterpret_cast<uint8_t*>(expected.scale.data()),
       reinterpret_cast<uint8_t*>(expected.minimum.data())};
-  PackAffine(BestKernels(), shape, {of.stochastic, of.seed}, x.data(),
+  PackAffine(BestKernels(), shape, {of.stochastic, of.seed, of.dithered}, x.data(),
              Contiguous(shape, shape.bits, pieces), {});
   const Packed packed(shape, of.offset);
   const bool has_sums = shape.columns > 0 && random->Next() % 2 == 0;
@@ -153,7 +154,8 @@ void TestAffine(const Case& of, Random* random) {
   const Array<float> sum(num_sums, of.offset, 1e9f);
   const Array<float> square(num_sums, of.offset, 1e9f);
   CheckLaunched(PackAffineOnDevice(
-      nullptr, shape, of.stochastic, of.stochastic ? &of.seed : nullptr, x.data(),
+      nullptr, shape, {of.stochastic, of.stochastic ? &of.seed : nullptr, of.dithered},
+      x.data(),
       {packed.codes.data(), packed.scale.data(), packed.minimum.data()},
       has_sums ? BlockSums{sum.data(), square.data()} : BlockSums{}));
   if (has_sums) CheckSums(of, x.data(), sum.data(), square.data());
@@ -164,12 +166,14 @@ void TestAffine(const Case& of, Random* random) {
   const Array<uint8_t> y(count * nbytes, 0, 0xee);
   const PiecesOfCodes<const uint8_t> const_pieces = {pieces.codes, pieces.scale,
                                                      pieces.minimum};
-  UnpackAffine(BestKernels(), shape, Contiguous(shape, shape.bits, const_pieces),
-               y.data(), {});
+  ConstAffineCodes places = Contiguous(shape, shape.bits, const_pieces);
+  const std::vector<uint32_t> seeds(shape.num_rows, of.seed);
+  if (of.dithered) places.seeds = seeds.data();
+  UnpackAffine(BestKernels(), shape, places, y.data(), {});
   const Array<uint8_t> z(count * nbytes, of.offset * nbytes, 0xdd);
   CheckLaunched(UnpackAffineOnDevice(
       nullptr, shape, {packed.codes.data(), packed.scale.data(), packed.minimum.data()},
-      z.data()));
+      z.data(), places.seeds));
   FailUnless(z == y, "decoded values", of);
 }
 
@@ -206,7 +210,8 @@ void TestGrid(Depth depth, Random* random) {
     const int64_t num_rows = extent.row_elements > 3000 ? 1 : 1 + turn % 3;
     const AffineShape shape = {type,     bits, block_size, num_rows, extent.row_elements,
                                extent.columns};
-    TestAffine({shape, stochastic, random->Next(), static_cast<Kind>(kind),
+    const bool dithered = stochastic && random->Next() % 2 == 0;
+    TestAffine({shape, stochastic, dithered, random->Next(), static_cast<Kind>(kind),
                 static_cast<int64_t>(turn % 2)},
                random);
     ++turn;
@@ -241,6 +246,7 @@ void TestExtents(Random* random) {
       TestAffine({{kTypes[turn % 3], bits, kBlockSizes[turn % 5], 1 + turn % 2,
                    extent.row_elements, extent.columns},
                   turn % 4 != 0,
+                  turn % 4 > 1,
                   random->Next(),
                   static_cast<Kind>(random->Next() % kNumKinds),
                   turn % 3 == 0 ? 1 : 0},
@@ -249,9 +255,9 @@ void TestExtents(Random* random) {
     }
   }
   for (const int bits : kWidths) {
-    TestAffine({{FloatType::kFloat32, bits, 64, 3, 0, 0}, true, 1, kSmooth, 0}, random);
-    TestAffine({{FloatType::kFloat32, bits, 64, 0, 70, 0}, true, 1, kSmooth, 0}, random);
-    TestAffine({{FloatType::kFloat32, bits, 64, 2, 0, 3}, true, 1, kSmooth, 0}, random);
+    TestAffine({{FloatType::kFloat32, bits, 64, 3, 0, 0}, true, true, 1, kSmooth, 0}, random);
+    TestAffine({{FloatType::kFloat32, bits, 64, 0, 70, 0}, true, true, 1, kSmooth, 0}, random);
+    TestAffine({{FloatType::kFloat32, bits, 64, 2, 0, 3}, true, true, 1, kSmooth, 0}, random);
   }
 }
 
@@ -355,7 +361,7 @@ void TestHugeArrays() {
   const AffineShape rows = {FloatType::kFloat32, 1, 64, 1, int64_t{1} << 50};
   const AffineShape columns = {FloatType::kFloat32, 1, 64, 1, int64_t{1} << 50, 32};
   for (const AffineShape& shape : {rows, columns}) {
-    CHECK(PackAffineOnDevice(nullptr, shape, false, nullptr, nullptr, {}) != nullptr);
+    CHECK(PackAffineOnDevice(nullptr, shape, {false, nullptr}, nullptr, {}) != nullptr);
     CHECK(UnpackAffineOnDevice(nullptr, shape, {}, nullptr) != nullptr);
   }
   CHECK(PackBitmaskOnDevice(nullptr, 1, int64_t{1} << 50, nullptr, nullptr) != nullptr);

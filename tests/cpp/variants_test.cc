@@ -119,13 +119,15 @@ Packed Pack(const Kernels& kernels, const AffineShape& shape, const Rounding& ro
 }
 
 std::vector<uint8_t> Unpack(const Kernels& kernels, const AffineShape& shape,
-                            const Packed& packed, int num_threads) {
+                            const Rounding& rounding, const Packed& packed,
+                            int num_threads) {
   std::vector<uint8_t> y(shape.num_rows * shape.row_elements *
                          ElementNbytes(shape.type));
   const TestThreads threads(num_threads);
-  UnpackAffine(kernels, shape,
-               Contiguous(shape, shape.bits, packed.Pieces()), y.data(),
-               threads.helpers());
+  ConstAffineCodes places = Contiguous(shape, shape.bits, packed.Pieces());
+  const std::vector<uint32_t> seeds(shape.num_rows, rounding.seed);
+  if (rounding.dithered) places.seeds = seeds.data();
+  UnpackAffine(kernels, shape, places, y.data(), threads.helpers());
   return y;
 }
 
@@ -183,7 +185,7 @@ void TestKnownFlaggedRow(const Kernels& kernels) {
   CHECK(packed.codes == codes);
   CHECK(packed.scale == std::vector<uint16_t>{0xbf80});
   CHECK(packed.minimum == std::vector<uint16_t>{0xbf80});
-  const std::vector<uint8_t> y = Unpack(kernels, shape, packed, 1);
+  const std::vector<uint8_t> y = Unpack(kernels, shape, {}, packed, 1);
   CHECK(std::memcmp(y.data(), x.data(), y.size()) == 0);
 }
 
@@ -219,21 +221,21 @@ void TestAffine(const std::vector<const Kernels*>& variants, const AffineShape& 
   const uint8_t* x = values.data() + ElementNbytes(shape.type);
   const Kernels& scalar = *InstructionSets().back();
   const Packed packed = Pack(scalar, shape, rounding, x, 1);
-  const std::vector<uint8_t> y = Unpack(scalar, shape, packed, 1);
+  const std::vector<uint8_t> y = Unpack(scalar, shape, rounding, packed, 1);
   for (const Kernels* kernels : variants) {
     if (kernels == &scalar && num_threads == 1) continue;
     const bool same_packed = Pack(*kernels, shape, rounding, x, num_threads) == packed;
-    const bool same_unpacked = Unpack(*kernels, shape, packed, num_threads) == y;
+    const bool same_unpacked = Unpack(*kernels, shape, rounding, packed, num_threads) == y;
     if (!same_packed || !same_unpacked) {
       std::fprintf(stderr,
                    "%s %s differently from scalar: type %d bits %d block_size %d rows %d "
-                   "elements %d columns %d stochastic %d kind %d threads %d\n",
+                   "elements %d columns %d stochastic %d dithered %d kind %d threads %d\n",
                    kernels->name, same_packed ? "unpacks" : "packs",
                    static_cast<int>(shape.type), shape.bits,
                    static_cast<int>(shape.block_size), static_cast<int>(shape.num_rows),
                    static_cast<int>(shape.row_elements),
-                   static_cast<int>(shape.columns), rounding.stochastic, kind,
-                   num_threads);
+                   static_cast<int>(shape.columns), rounding.stochastic,
+                   rounding.dithered, kind, num_threads);
       std::exit(1);
     }
   }
@@ -281,7 +283,8 @@ void TestColumns(const std::vector<const Kernels*>& variants, Random* random, Ha
                                      1 + turn % 2,
                                      rows * columns,
                                      columns};
-          TestAffine(variants, shape, {turn % 4 > 0, random->Next()},
+          const bool dithered = turn % 4 == 3;
+          TestAffine(variants, shape, {turn % 4 > 0, random->Next(), dithered},
                      static_cast<Kind>(turn % kNumKinds), 1, random, hash);
           turn += 1 + (random->Next() & 1);
         }
@@ -406,7 +409,7 @@ void TestPages(const Kernels& kernels, const AffineShape& shape, Kind kind,
 
   std::vector<uint8_t> y(values.size() - ElementNbytes(shape.type));
   UnpackAffine(kernels, shape, paged.ConstPlaces(shape.bits), y.data(), {});
-  CHECK(y == Unpack(kernels, shape, packed, 1));
+  CHECK(y == Unpack(kernels, shape, {}, packed, 1));
 
   // What is left after planes are lost decodes as by the scalar kernels.
   for (int kept_bits = 0; kept_bits < shape.bits; ++kept_bits) {
@@ -523,11 +526,13 @@ int Main() {
   for (int64_t n = 0; n <= 2 * kTileElements + 1; ++n) {
     for (const int bits : kWidths) {
       for (const int64_t block_size : kBlockSizes) {
-        for (const bool stochastic : {false, true}) {
+        for (const auto [stochastic, dithered] :
+             {std::pair(false, false), std::pair(true, false), std::pair(true, true)}) {
           // Lengths, not dtypes, are what goes wrong: the dtypes take turns.
-          const FloatType type = kTypes[kind % 3];
+          const FloatType type = kTypes[(kind + kind / 3) % 3];
           TestAffine(variants, {type, bits, block_size, 1, n},
-                     {stochastic, random.Next()}, static_cast<Kind>(kind % kNumKinds), 1,
+                     {stochastic, random.Next(), dithered},
+                     static_cast<Kind>(kind % kNumKinds), 1,
                      &random, &hash);
           kind += 1 + (random.Next() & 1);
         }

@@ -50,8 +50,9 @@ struct PanelLayout {
 };
 
 struct Rounding {
-  bool stochastic;
-  uint32_t seed;  // unused if not stochastic
+  bool stochastic = false;
+  uint32_t seed = 0;  // unused if not stochastic
+  bool dithered = false;  // stochastic, and the decoder subtracts the noise
 };
 
 // The kernels of one instruction set. All sets give the same bytes. Groups, panels and

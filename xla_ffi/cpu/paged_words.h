@@ -46,6 +46,8 @@ struct PlacesOfCodes {
   int64_t words_per_row[kMaxPlanes];
   PagedWords<Byte> scale;    // [num_rows, shape.NumBlocks()], bfloat16
   PagedWords<Byte> minimum;  // as `scale`
+  // Of noise that was added and is to be subtracted: one for each row. Null: there is none.
+  const uint32_t* seeds = nullptr;
 };
 
 using AffineCodes = PlacesOfCodes<uint8_t>;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/device.h"
+#include "cuda/kernels.h"
 #include "cuda/parameters.h"
 #include "cuda/planes.h"
 #include "cuda/tile_values.h"
@@ -12,25 +13,31 @@
 
 namespace dafjax {
 
-// How codes are rounded. Both roundings are the same arithmetic: a lane's noise word is
-// multiplied from row to row; rounding to nearest starts with the middle, times one.
-struct DeviceRounding {
-  bool stochastic;
-  const uint32_t* seed;  // on the device; not read if not stochastic
-};
+// The thread of a tile that has the last block that noise depends on which is subtracted,
+// among its strips or its lanes. The first thread has the first one.
+inline constexpr int kLastDither = kTileThreads - 1;
+static_assert(kLastDitherRow * kTileLanes / kMinBlockSize == kLastDither);
+static_assert(kLastDitherLane / kThreadLanes == kLastDither);
+static_assert(kLastDitherLane % kThreadLanes == 0);
 
 // The noise of a thread's lanes, in the upper halves of words: there products are modulo
-// 2^16 by themselves.
+// 2^16 by themselves. Both roundings are the same arithmetic: a lane's word is multiplied
+// from row to row; rounding to nearest starts with the middle, times one.
 struct LaneNoise {
   // `checksum`: that of the tile. `first_lane` is even.
   DAFJAX_DEVICE void Start(const DeviceRounding& rounding, int64_t tile,
                            uint32_t checksum, int first_lane) {
-    factor = rounding.stochastic ? kNoiseFactor : 1;
+    if (rounding.stochastic) return Start(*rounding.seed, tile, checksum, first_lane);
+    factor = 1;
     DAFJAX_UNROLL
     for (int i = 0; i < kThreadLanes; ++i) words[i] = 0x80000000;
-    if (!rounding.stochastic) return;
-    const uint32_t key = NoiseKey(NoiseStream(*rounding.seed),
-                                  static_cast<uint32_t>(tile), checksum);
+  }
+
+  DAFJAX_DEVICE void Start(uint32_t seed, int64_t tile, uint32_t checksum,
+                           int first_lane) {
+    factor = kNoiseFactor;
+    const uint32_t key =
+        NoiseKey(NoiseStream(seed), static_cast<uint32_t>(tile), checksum);
     DAFJAX_UNROLL
     for (int i = 0; i < kThreadLanes; i += 2) {
       const uint32_t pair = FirstNoiseOfPair(key, (first_lane + i) / 2);

@@ -39,13 +39,21 @@ struct BlockSums {
   float* square = nullptr;  // as `sum`
 };
 
-// `seed` is not read if not stochastic.
-Failure PackAffineOnDevice(Stream stream, const AffineShape& shape, bool stochastic,
-                           const uint32_t* seed, const void* x,
+// How codes are rounded.
+struct DeviceRounding {
+  bool stochastic;
+  const uint32_t* seed;  // on the device; not read if not stochastic
+  bool dithered = false;  // stochastic, and the decoder subtracts the noise
+};
+
+Failure PackAffineOnDevice(Stream stream, const AffineShape& shape,
+                           const DeviceRounding& rounding, const void* x,
                            const DeviceCodes& packed, const BlockSums& sums = {});
 
+// `seeds`: of noise that is subtracted, one for each row; null if there is none.
 Failure UnpackAffineOnDevice(Stream stream, const AffineShape& shape,
-                             const ConstDeviceCodes& packed, void* y);
+                             const ConstDeviceCodes& packed, void* y,
+                             const uint32_t* seeds = nullptr);
 
 // One byte per boolean; any byte but 0 is true.
 Failure PackBitmaskOnDevice(Stream stream, int64_t num_rows, int64_t row_elements,

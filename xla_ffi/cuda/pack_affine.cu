@@ -9,12 +9,12 @@
 
 namespace dafjax {
 
-Failure PackAffineOnDevice(Stream stream, const AffineShape& shape, bool stochastic,
-                           const uint32_t* seed, const void* x,
+Failure PackAffineOnDevice(Stream stream, const AffineShape& shape,
+                           const DeviceRounding& rounding, const void* x,
                            const DeviceCodes& packed, const BlockSums& sums) {
   if (shape.num_rows * shape.row_elements == 0) return FillEmptyGraph(stream);
   const Pack<CodesInArrays<uint16_t>> pack = {stream,
-                                              {stochastic, seed},
+                                              rounding,
                                               InputOf(shape, x),
                                               {packed.codes, packed.scale, packed.minimum,
                                                IsAligned(packed.codes, 8)},

@@ -57,6 +57,7 @@ struct SharedLanes {
   float* inverse;
   uint32_t* flagged;    // [1]
   uint32_t* all_plain;  // [1]: no block is flagged, and all values fit
+  uint32_t* stored;     // [2]: what noise depends on that the decoder subtracts
 };
 
 // The sum of some values, and of their squares.
@@ -81,8 +82,9 @@ DAFJAX_DEVICE Sums ShuffleXor(const Sums& sums, int lanes) {
 
 // Computes the parameters of the 32 blocks, one in each lane of the first warp.
 template <int kBits>
-DAFJAX_DEVICE void ComputeColumnParameters(FloatType type, const SharedLanes& shared,
-                                           int num_warps, int lane, uint16_t* scale,
+DAFJAX_DEVICE void ComputeColumnParameters(FloatType type, bool dithered,
+                                           const SharedLanes& shared, int num_warps,
+                                           int lane, uint16_t* scale,
                                            uint16_t* minimum) {
   Range range = Range::Empty();
   uint32_t unusual = 0;
@@ -91,11 +93,18 @@ DAFJAX_DEVICE void ComputeColumnParameters(FloatType type, const SharedLanes& sh
     unusual |= shared.unusual[w];
   }
   const bool flagged = (unusual >> lane & 1) != 0;
-  const BlockParameters parameters = ParametersOf<kBits>(type, range, flagged);
+  const BlockParameters parameters =
+      ParametersOf<kBits>(type, range, flagged, dithered);
   scale[lane] = static_cast<uint16_t>(parameters.scale);
   minimum[lane] = static_cast<uint16_t>(parameters.minimum);
   shared.negative_start[lane] = parameters.negative_start;
   shared.inverse[lane] = parameters.inverse;
+  if (lane == kFirstDitherLane) {
+    shared.stored[0] = JoinParameters(parameters.scale, parameters.minimum);
+  }
+  if (lane == kLastDitherLane) {
+    shared.stored[1] = JoinParameters(parameters.scale, parameters.minimum);
+  }
   const bool all_fit = __all_sync(kAllLanes, parameters.fits);
   if (lane == 0) {
     *shared.flagged = unusual;
@@ -163,9 +172,10 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   DAFJAX_SHARED(float, shared_inverse, kTileLanes);
   DAFJAX_SHARED(uint32_t, shared_flagged, 1);
   DAFJAX_SHARED(uint32_t, shared_all_plain, 1);
+  DAFJAX_SHARED(uint32_t, shared_stored, 2);
   const SharedLanes shared = {
-      shared_lo,      shared_hi,      shared_unusual,  shared_negative_start,
-      shared_inverse, shared_flagged, shared_all_plain};
+      shared_lo,      shared_hi,      shared_unusual,   shared_negative_start,
+      shared_inverse, shared_flagged, shared_all_plain, shared_stored};
 
   const int lane_of_warp = static_cast<int>(threadIdx.x % kWarpLanes);
   const int warp = static_cast<int>(threadIdx.x / kWarpLanes);
@@ -232,8 +242,9 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   const int64_t block =
       (row * job.blocks_down.Value() + down) * job.width + group * kTileLanes;
   if (warp == 0) {
-    ComputeColumnParameters<kBits>(x.type, shared, num_warps, lane_of_warp,
-                                   job.codes.Scale(block), job.codes.Minimum(block));
+    ComputeColumnParameters<kBits>(x.type, job.rounding.dithered, shared, num_warps,
+                                   lane_of_warp, job.codes.Scale(block),
+                                   job.codes.Minimum(block));
   }
   __syncthreads();
   if (job.sums.sum != nullptr) {
@@ -254,7 +265,11 @@ PackColumnsKernel(const PackColumnsJob<Codes> job) {
   const int64_t tile = tile_row * job.lane_groups.Value() + group;
   const int64_t num_tiles = job.tile_rows * job.lane_groups.Value();
   LaneNoise noise;
-  noise.Start(job.rounding, tile, TileSum(checksum), first_lane);
+  checksum = TileSum(checksum);
+  if (job.rounding.dithered) {
+    checksum = DitherChecksum(shared.stored[0], shared.stored[1]);
+  }
+  noise.Start(job.rounding, tile, checksum, first_lane);
   const auto parameters_of = [&](int) { return of_lanes; };
   const bool stores = exists && job.codes.has_planes;
   using Row = decltype(job.codes.template Row<kBits>(row, tile, num_tiles));

@@ -128,7 +128,8 @@ PackRowsKernel(const PackRowsJob<Codes> job) {
   }
   const uint32_t of_block = ((1u << strips) - 1) << (lane_of_warp & -strips);
   const bool flagged = (unusual & of_block) != 0;
-  const BlockParameters parameters = ParametersOf<kBits>(x.type, range, flagged);
+  const BlockParameters parameters =
+      ParametersOf<kBits>(x.type, range, flagged, job.rounding.dithered);
 
   const int64_t strip = tile * kTileThreads + part;
   const int64_t block = strip >> job.log2_strips;  // beyond all if the tile is
@@ -138,9 +139,17 @@ PackRowsKernel(const PackRowsJob<Codes> job) {
     *job.codes.Minimum(of_all) = static_cast<uint16_t>(parameters.minimum);
   }
 
-  LaneNoise noise;
-  noise.Start(job.rounding, tile, TileSum(checksum), first_lane);
   const int first_thread = lane_of_warp - part;
+  checksum = TileSum(checksum);
+  if (job.rounding.dithered) {
+    const bool is_stored = block < job.blocks_per_row;
+    const uint32_t own =
+        is_stored ? JoinParameters(parameters.scale, parameters.minimum) : 0;
+    checksum = DitherChecksum(__shfl_sync(kAllLanes, own, first_thread),
+                              __shfl_sync(kAllLanes, own, first_thread + kLastDither));
+  }
+  LaneNoise noise;
+  noise.Start(job.rounding, tile, checksum, first_lane);
   const uint32_t flags = __ballot_sync(kAllLanes, flagged);
   const auto parameters_of = [&](int r) {
     const int owner = first_thread + r / kStripRows;

@@ -68,10 +68,15 @@ constexpr float InverseHalfLevels(int bits) {
   return bits == 0 ? 0.0f : static_cast<float>(2.0 / ((1 << bits) - 1));
 }
 
+// Two stored parameters in one word: the scale, with its flag, above the minimum.
+DAFJAX_DEVICE uint32_t JoinParameters(uint32_t scale, uint32_t minimum) {
+  return scale << 16 | minimum;
+}
+
 // README.md section 2, in its order. In a flagged block one bit less than `kBits` counts.
 template <int kBits>
 DAFJAX_DEVICE BlockParameters ParametersOf(FloatType type, const Range& range,
-                                           bool flagged) {
+                                           bool flagged, bool dithered) {
   const float lowest = LowestMinimum(type);
   const float half_limit = 0.5f * LargestDecoded(type);
   constexpr float kInverse = InverseHalfLevels(kBits);
@@ -93,7 +98,8 @@ DAFJAX_DEVICE BlockParameters ParametersOf(FloatType type, const Range& range,
   const float scale = constant ? 0.0f : wanted;
   BlockParameters parameters;
   parameters.inverse = constant ? 0.0f : __fdiv_rn(PowerOfTwo(fraction), wanted);
-  parameters.negative_start = scale * PowerOfTwo(-fraction - 1) - zero;
+  const float half_ulp = dithered ? 0.0f : PowerOfTwo(-fraction - 1);
+  parameters.negative_start = scale * half_ulp - zero;
   parameters.scale = __float_as_uint(scale) >> 16 | (flagged ? kFlaggedBit : 0);
   parameters.minimum = __float_as_uint(zero) >> 16;
   // Rounding is monotonic: if the greatest value fits, all do.

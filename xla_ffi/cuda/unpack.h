@@ -4,11 +4,14 @@
 #include <cstdint>
 
 #include "cuda/device.h"
+#include "cuda/encode.h"
 #include "cuda/packed_places.h"
+#include "cuda/parameters.h"
 #include "cuda/planes.h"
 #include "cuda/tile_values.h"
 #include "format/affine.h"
 #include "format/float_type.h"
+#include "format/noise.h"
 #include "format/packed.h"
 
 namespace dafjax {
@@ -24,35 +27,65 @@ struct UnpackJob {
   int64_t blocks_per_row;
   int log2_block_size;
   int64_t width;  // of a folded row, if blocks are of columns
+  const uint32_t* seeds = nullptr;  // of noise that is subtracted, one for each row
 };
-
-// Two stored parameters in one word: the scale, with its flag, above the minimum.
-DAFJAX_DEVICE uint32_t JoinParameters(uint32_t scale, uint32_t minimum) {
-  return scale << 16 | minimum;
-}
 
 DAFJAX_DEVICE bool IsFlagged(uint32_t joined) { return joined >> 31 != 0; }
 
-// What codes stand for of which all bits are there.
+// One rounding, as if the product were exact.
+DAFJAX_DEVICE float Decode(float steps, uint32_t joined, float of_step = 1.0f) {
+  const float scale = __uint_as_float(joined & 0x7fff0000) * of_step;
+  const float minimum = __uint_as_float(joined << 16);
+  return fmaf(steps, scale, minimum);
+}
+
+// What the codes of a thread's part of a tile stand for, row by row. All bits are there.
 struct AllBits {
-  DAFJAX_DEVICE float operator()(uint32_t code) const { return static_cast<float>(code); }
+  DAFJAX_DEVICE void Start(const UnpackJob&, int64_t, int64_t, uint32_t, int) {}
+  DAFJAX_DEVICE void GoToNextRow() {}
+  template <bool kMayBeFlagged>
+  DAFJAX_DEVICE float ValueOf(int, uint32_t code, uint32_t joined) const {
+    return Decode(static_cast<float>(code), joined);
+  }
 };
 
-// And of which planes are lost (README.md section 5). Exact.
+// Planes are lost (README.md section 5). Exact.
 struct BitsLeft {
-  DAFJAX_DEVICE float operator()(uint32_t code) const {
-    return fmaf(static_cast<float>(code), step, first);
+  DAFJAX_DEVICE void Start(const UnpackJob&, int64_t, int64_t, uint32_t, int) {}
+  DAFJAX_DEVICE void GoToNextRow() {}
+  template <bool kMayBeFlagged>
+  DAFJAX_DEVICE float ValueOf(int, uint32_t code, uint32_t joined) const {
+    return Decode(fmaf(static_cast<float>(code), step, first), joined);
   }
   float step;
   float first;  // what code 0 stands for
 };
 
-// One rounding, as if the product were exact.
-DAFJAX_DEVICE float Decode(float code, uint32_t joined) {
-  const float scale = __uint_as_float(joined & 0x7fff0000);
-  const float minimum = __uint_as_float(joined << 16);
-  return fmaf(code, scale, minimum);
-}
+// All bits are there, and noise is to be subtracted.
+template <int kBits>
+struct Dithered {
+  DAFJAX_DEVICE void Start(const UnpackJob& job, int64_t row, int64_t tile,
+                           uint32_t checksum, int first_lane) {
+    noise.Start(job.seeds[row], tile, checksum, first_lane);
+    limit = LargestDecoded(job.y.type);
+  }
+  DAFJAX_DEVICE void GoToNextRow() { noise.GoToNextRow(); }
+
+  template <bool kMayBeFlagged>
+  DAFJAX_DEVICE float ValueOf(int lane, uint32_t code, uint32_t joined) const {
+    const int flag = kMayBeFlagged && IsFlagged(joined) ? 1 : 0;
+    const int fraction = 16 - kBits + flag;
+    const int steps =
+        DitheredSteps(static_cast<int>(code), fraction,
+                      static_cast<uint16_t>(noise.words[lane] >> 16));
+    const float value =
+        Decode(static_cast<float>(steps), joined, PowerOfTwo(-fraction));
+    return fmaxf(fminf(value, limit), -limit);
+  }
+
+  LaneNoise noise;
+  float limit;
+};
 
 // Bits of what a code with its top bit set stands for in a flagged block.
 template <int kBits>
@@ -73,18 +106,20 @@ DAFJAX_DEVICE uint32_t NonFiniteBits(FloatType type, uint32_t code) {
 // the warp ask together.
 template <int kBits, FloatType kType, typename Left, typename ParametersOfRow>
 DAFJAX_DEVICE void DecodeTileAs(const CodeReader<kBits>& reader, const Piece& piece,
-                                const Left& left, const ParametersOfRow& parameters_of,
+                                Left left, const ParametersOfRow& parameters_of,
                                 const MutableFloatArray& y) {
   DAFJAX_UNROLL
   for (int row = 0; row < kTileRows; ++row) {
     uint32_t joined[kThreadLanes];
     parameters_of(row, joined);
     const uint2 codes = reader.Row(row);
-    const float v[kThreadLanes] = {Decode(left(codes.x & 0xffff), joined[0]),
-                                   Decode(left(codes.x >> 16), joined[1]),
-                                   Decode(left(codes.y & 0xffff), joined[2]),
-                                   Decode(left(codes.y >> 16), joined[3])};
+    const float v[kThreadLanes] = {
+        left.template ValueOf<false>(0, codes.x & 0xffff, joined[0]),
+        left.template ValueOf<false>(1, codes.x >> 16, joined[1]),
+        left.template ValueOf<false>(2, codes.y & 0xffff, joined[2]),
+        left.template ValueOf<false>(3, codes.y >> 16, joined[3])};
     StoreFour<kType>(y, row * piece.stride, v);
+    left.GoToNextRow();
   }
 }
 
@@ -109,7 +144,7 @@ DAFJAX_DEVICE bool IsNonFinite(uint32_t code) {
 // DecodeTile for whatever there is, a row at a time: rare, and not to cost registers.
 template <int kBits, typename Row, typename Left, typename ParametersOfRow>
 DAFJAX_DEVICE void DecodeTileWithFlags(const CodesOfThread<Row>& from,
-                                       const Piece& piece, const Left& left,
+                                       const Piece& piece, Left left,
                                        const ParametersOfRow& parameters_of,
                                        const MutableFloatArray& y) {
   DAFJAX_NO_UNROLL
@@ -127,15 +162,17 @@ DAFJAX_DEVICE void DecodeTileWithFlags(const CodesOfThread<Row>& from,
       if (IsFlagged(joined[i]) && IsNonFinite<kBits>(code)) {
         StoreBits(y, place, NonFiniteBits<kBits>(y.type, code));
       } else {
-        StoreValue(y, place, Decode(left(code), joined[i]));
+        StoreValue(y, place, left.template ValueOf<true>(i, code, joined[i]));
       }
     }
+    left.GoToNextRow();
   }
 }
 
 // The part of a thread in decoding a batch of rows. `decode(row, tile, first_lane, exists,
-// piece, parameters_of, y, is_plain)` decodes its part of tile `tile` of row `row`;
-// `is_plain()` tells whether that has no padding and no flags, and waits for parameters.
+// piece, parameters_of, y, is_plain, checksum)` decodes its part of tile `tile` of row
+// `row`; `is_plain()` tells whether that has no padding and no flags, and waits for
+// parameters; `checksum()` is what noise depends on that is subtracted.
 // All lanes of the warp ask together. `kColumns`: blocks are of columns.
 template <bool kColumns, typename Codes, typename DecodePart>
 DAFJAX_DEVICE void UnpackPart(const UnpackJob& job, const Codes& codes,
@@ -201,16 +238,21 @@ DAFJAX_DEVICE void UnpackPart(const UnpackJob& job, const Codes& codes,
     for (int i = 0; i < kThreadLanes; ++i) flagged = flagged || IsFlagged(own[i]);
     return !__any_sync(kAllLanes, flagged) && all_whole && y.aligned;
   };
-  decode(row, tile, first_lane, exists, piece, parameters_of, y, is_plain);
+  const auto checksum = [&] {
+    return DitherChecksum(__shfl_sync(kAllLanes, own[0], first_thread),
+                          __shfl_sync(kAllLanes, own[0], first_thread + kLastDither));
+  };
+  decode(row, tile, first_lane, exists, piece, parameters_of, y, is_plain, checksum);
 }
 
 // Decodes a thread's part of a tile of which `kBits` are left.
 template <int kBits, typename Codes, typename Left, typename ParametersOfRow,
-          typename IsPlain>
-DAFJAX_DEVICE void DecodePart(const UnpackJob& job, const Codes& codes, const Left& left,
+          typename IsPlain, typename Checksum>
+DAFJAX_DEVICE void DecodePart(const UnpackJob& job, const Codes& codes, Left left,
                               int64_t row, int64_t tile, int first_lane, bool exists,
                               const Piece& piece, const ParametersOfRow& parameters_of,
-                              const MutableFloatArray& y, const IsPlain& is_plain) {
+                              const MutableFloatArray& y, const IsPlain& is_plain,
+                              const Checksum& checksum) {
   using Row = decltype(codes.template Row<kBits>(row, tile, job.tiles_per_row));
   const CodesOfThread<Row> from = {
       exists ? codes.template Row<kBits>(row, tile, job.tiles_per_row) : Row{}, tile,
@@ -218,6 +260,10 @@ DAFJAX_DEVICE void DecodePart(const UnpackJob& job, const Codes& codes, const Le
   // Codes and parameters are waited for together, not one after the other.
   CodeReader<kBits> reader = {};
   if (exists) reader.Load(from);
+  if (job.seeds != nullptr) {
+    const uint32_t of_tile = checksum();
+    if (exists) left.Start(job, row, tile, of_tile, first_lane);
+  }
   if (is_plain()) {
     DecodeTile<kBits>(y.type, reader, piece, left, parameters_of, y);
   } else {
@@ -225,11 +271,11 @@ DAFJAX_DEVICE void DecodePart(const UnpackJob& job, const Codes& codes, const Le
   }
 }
 
-template <int kBits, bool kColumns>
+template <int kBits, bool kColumns, typename Left>
 DAFJAX_KERNEL(kUnpackThreads)
 UnpackKernel(const UnpackJob job, const CodesInArrays<const uint16_t> codes) {
   UnpackPart<kColumns>(job, codes, [&](const auto&... part) {
-    DecodePart<kBits>(job, codes, AllBits{}, part...);
+    DecodePart<kBits>(job, codes, Left{}, part...);
   });
 }
 

@@ -21,12 +21,12 @@ ffi::Error PackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer x,
                              ffi::Result<ffi::AnyBuffer> scale,
                              ffi::Result<ffi::AnyBuffer> minimum, int64_t bits,
                              int64_t block_size, int64_t columns,
-                             int64_t stochastic) {
+                             int64_t stochastic, int64_t dithered) {
   const std::string call = "pack_affine";
   const ffi::ErrorOr<AffineShape> shape =
       CheckAffine(call, "x", x, *codes, *scale, *minimum, bits, block_size, columns);
   if (shape.has_error()) return shape.error();
-  if (ffi::Error error = CheckRounding(call, stochastic, seed); error.failure()) {
+  if (ffi::Error error = CheckRounding(call, stochastic, dithered, seed); error.failure()) {
     return error;
   }
 
@@ -34,7 +34,8 @@ ffi::Error PackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer x,
                                          static_cast<uint8_t*>(scale->untyped_data()),
                                          static_cast<uint8_t*>(minimum->untyped_data())};
   const Rounding rounding = {stochastic == 1,
-                             *static_cast<const uint32_t*>(seed.untyped_data())};
+                             *static_cast<const uint32_t*>(seed.untyped_data()),
+                             dithered == 1};
   PackAffine(BestKernels(), *shape, rounding, x.untyped_data(),
              Contiguous(*shape, shape->bits, packed), HelpersOf(pool));
   return ffi::Error::Success();
@@ -42,19 +43,24 @@ ffi::Error PackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer x,
 
 ffi::Error UnpackAffineHandler(ffi::ThreadPool pool, ffi::AnyBuffer codes,
                                ffi::AnyBuffer scale, ffi::AnyBuffer minimum,
-                               ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> y,
-                               int64_t bits, int64_t block_size,
-                               int64_t columns) {
-  const ffi::ErrorOr<AffineShape> shape = CheckAffine(
-      "unpack_affine", "y", *y, codes, scale, minimum, bits, block_size, columns);
+                               ffi::RemainingArgs others,
+                               ffi::Result<ffi::AnyBuffer> y, int64_t bits,
+                               int64_t block_size, int64_t columns, int64_t dithered) {
+  const std::string call = "unpack_affine";
+  const ffi::ErrorOr<AffineShape> shape =
+      CheckAffine(call, "y", *y, codes, scale, minimum, bits, block_size, columns);
   if (shape.has_error()) return shape.error();
+  const ffi::ErrorOr<const uint32_t*> seeds =
+      SeedsOf(call, dithered, others, shape->num_rows);
+  if (seeds.has_error()) return seeds.error();
 
   const PiecesOfCodes<const uint8_t> packed = {
       static_cast<const uint8_t*>(codes.untyped_data()),
       static_cast<const uint8_t*>(scale.untyped_data()),
       static_cast<const uint8_t*>(minimum.untyped_data())};
-  UnpackAffine(BestKernels(), *shape, Contiguous(*shape, shape->bits, packed),
-               y->untyped_data(), HelpersOf(pool));
+  ConstAffineCodes places = Contiguous(*shape, shape->bits, packed);
+  places.seeds = *seeds;
+  UnpackAffine(BestKernels(), *shape, places, y->untyped_data(), HelpersOf(pool));
   return ffi::Error::Success();
 }
 
@@ -72,7 +78,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_pack_affine, dafjax::PackAffineHandler,
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("block_size")
                            .Attr<int64_t>("columns")
-                           .Attr<int64_t>("stochastic"));
+                           .Attr<int64_t>("stochastic")
+                           .Attr<int64_t>("dithered"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_unpack_affine, dafjax::UnpackAffineHandler,
                        xla::ffi::Ffi::Bind()
@@ -80,8 +87,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_unpack_affine, dafjax::UnpackAffineHandler,
                            .Arg<xla::ffi::AnyBuffer>()  // codes
                            .Arg<xla::ffi::AnyBuffer>()  // scale
                            .Arg<xla::ffi::AnyBuffer>()  // minimum
-                           .RemainingArgs()        // what must exist before
+                           .RemainingArgs()  // seeds if dithered; what must exist before
                            .Ret<xla::ffi::AnyBuffer>()  // y
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("block_size")
-                           .Attr<int64_t>("columns"));
+                           .Attr<int64_t>("columns")
+                           .Attr<int64_t>("dithered"));

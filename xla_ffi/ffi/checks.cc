@@ -100,8 +100,12 @@ ffi::Error CheckColumns(const std::string& call, int64_t columns,
                                    std::to_string(row_elements) + ").");
 }
 
-ffi::Error CheckRounding(const std::string& call, int64_t stochastic,
+ffi::Error CheckRounding(const std::string& call, int64_t stochastic, int64_t dithered,
                          const ffi::AnyBuffer& seed) {
+  if (dithered != 0 && (dithered != 1 || stochastic != 1)) {
+    return InvalidArgument(call, "dithered (" + std::to_string(dithered) +
+                                     ") must be 0, or 1 where stochastic is 1.");
+  }
   if (stochastic != 0 && stochastic != 1) {
     return InvalidArgument(
         call, "stochastic (" + std::to_string(stochastic) + ") must be 0 or 1.");
@@ -111,6 +115,25 @@ ffi::Error CheckRounding(const std::string& call, int64_t stochastic,
                                      DimensionsToString(seed.dimensions()) + ".");
   }
   return ffi::Error::Success();
+}
+
+ffi::ErrorOr<const uint32_t*> SeedsOf(const std::string& call, int64_t dithered,
+                                      const ffi::RemainingArgs& others,
+                                      int64_t num_rows) {
+  if (dithered == 0) return nullptr;
+  if (dithered != 1) {
+    return ffi::Unexpected(InvalidArgument(
+        call, "dithered (" + std::to_string(dithered) + ") must be 0 or 1."));
+  }
+  const ffi::ErrorOr<ffi::AnyBuffer> seeds = others.get<ffi::AnyBuffer>(0);
+  if (seeds.has_error() || seeds->element_type() != ffi::DataType::U32 ||
+      static_cast<int64_t>(seeds->element_count()) != num_rows) {
+    return ffi::Unexpected(
+        InvalidArgument(call, "where dithered is 1, the operand after the minima must be "
+                              "a uint32 seed for each of the " +
+                                  std::to_string(num_rows) + " rows."));
+  }
+  return static_cast<const uint32_t*>(seeds->untyped_data());
 }
 
 ffi::Error CheckBuffer(const std::string& call, const char* name,

@@ -31,7 +31,13 @@ xla::ffi::Error CheckColumns(const std::string& call, int64_t columns,
                              int64_t row_elements);
 
 xla::ffi::Error CheckRounding(const std::string& call, int64_t stochastic,
-                              const xla::ffi::AnyBuffer& seed);
+                              int64_t dithered, const xla::ffi::AnyBuffer& seed);
+
+// The seeds of rows whose noise is to be subtracted: the first of the other operands. Null
+// if `dithered` is 0.
+xla::ffi::ErrorOr<const uint32_t*> SeedsOf(const std::string& call, int64_t dithered,
+                                           const xla::ffi::RemainingArgs& others,
+                                           int64_t num_rows);
 
 // `buffer` has `dtype`, the dimensions of `like` but the last, and `last` there.
 xla::ffi::Error CheckBuffer(const std::string& call, const char* name,

@@ -26,12 +26,13 @@ struct PackArguments {
   int64_t block_size;
   int64_t columns;
   int64_t stochastic;
+  int64_t dithered;
 
   ffi::ErrorOr<AffineShape> Check(const std::string& call) {
     const ffi::ErrorOr<AffineShape> shape =
         CheckAffine(call, "x", x, *codes, *scale, *minimum, bits, block_size, columns);
     if (shape.has_error()) return shape;
-    if (ffi::Error error = CheckRounding(call, stochastic, seed); error.failure()) {
+    if (ffi::Error error = CheckRounding(call, stochastic, dithered, seed); error.failure()) {
       return ffi::Unexpected(error);
     }
     return shape;
@@ -42,10 +43,11 @@ struct PackArguments {
     const DeviceCodes packed = {static_cast<uint16_t*>(codes->untyped_data()),
                                 static_cast<uint16_t*>(scale->untyped_data()),
                                 static_cast<uint16_t*>(minimum->untyped_data())};
-    return Enqueued(
-        call, PackAffineOnDevice(stream, shape, stochastic == 1,
-                                 static_cast<const uint32_t*>(seed.untyped_data()),
-                                 x.untyped_data(), packed, sums));
+    const DeviceRounding rounding = {stochastic == 1,
+                                     static_cast<const uint32_t*>(seed.untyped_data()),
+                                     dithered == 1};
+    return Enqueued(call, PackAffineOnDevice(stream, shape, rounding, x.untyped_data(),
+                                             packed, sums));
   }
 };
 
@@ -53,10 +55,11 @@ ffi::Error PackAffineHandler(Stream stream, ffi::AnyBuffer x, ffi::AnyBuffer see
                              ffi::Result<ffi::AnyBuffer> codes,
                              ffi::Result<ffi::AnyBuffer> scale,
                              ffi::Result<ffi::AnyBuffer> minimum, int64_t bits,
-                             int64_t block_size, int64_t columns, int64_t stochastic) {
+                             int64_t block_size, int64_t columns, int64_t stochastic,
+                             int64_t dithered) {
   const std::string call = "pack_affine";
   PackArguments arguments = {stream,  x,    seed,       codes,   scale,
-                             minimum, bits, block_size, columns, stochastic};
+                             minimum, bits, block_size, columns, stochastic, dithered};
   const ffi::ErrorOr<AffineShape> shape = arguments.Check(call);
   if (shape.has_error()) return shape.error();
   return arguments.Enqueue(call, *shape, {});
@@ -67,10 +70,10 @@ ffi::Error PackAffineAndSumHandler(
     ffi::Result<ffi::AnyBuffer> codes, ffi::Result<ffi::AnyBuffer> scale,
     ffi::Result<ffi::AnyBuffer> minimum, ffi::Result<ffi::AnyBuffer> sum,
     ffi::Result<ffi::AnyBuffer> square, int64_t bits, int64_t block_size,
-    int64_t columns, int64_t stochastic) {
+    int64_t columns, int64_t stochastic, int64_t dithered) {
   const std::string call = "pack_affine_and_sum";
   PackArguments arguments = {stream,  x,    seed,       codes,   scale,
-                             minimum, bits, block_size, columns, stochastic};
+                             minimum, bits, block_size, columns, stochastic, dithered};
   const ffi::ErrorOr<AffineShape> shape = arguments.Check(call);
   if (shape.has_error()) return shape.error();
   if (columns == 0) return InvalidArgument(call, "columns must be positive.");
@@ -86,19 +89,23 @@ ffi::Error PackAffineAndSumHandler(
 }
 
 ffi::Error UnpackAffineHandler(Stream stream, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                               ffi::AnyBuffer minimum, ffi::RemainingArgs,
+                               ffi::AnyBuffer minimum, ffi::RemainingArgs others,
                                ffi::Result<ffi::AnyBuffer> y, int64_t bits,
-                               int64_t block_size, int64_t columns) {
+                               int64_t block_size, int64_t columns, int64_t dithered) {
   const std::string call = "unpack_affine";
   const ffi::ErrorOr<AffineShape> shape =
       CheckAffine(call, "y", *y, codes, scale, minimum, bits, block_size, columns);
   if (shape.has_error()) return shape.error();
+  const ffi::ErrorOr<const uint32_t*> seeds =
+      SeedsOf(call, dithered, others, shape->num_rows);
+  if (seeds.has_error()) return seeds.error();
 
   const ConstDeviceCodes packed = {
       static_cast<const uint16_t*>(codes.untyped_data()),
       static_cast<const uint16_t*>(scale.untyped_data()),
       static_cast<const uint16_t*>(minimum.untyped_data())};
-  return Enqueued(call, UnpackAffineOnDevice(stream, *shape, packed, y->untyped_data()));
+  return Enqueued(call, UnpackAffineOnDevice(stream, *shape, packed, y->untyped_data(),
+                                             *seeds));
 }
 
 }  // namespace
@@ -115,7 +122,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_cuda_pack_affine, dafjax::PackAffineHandler
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("block_size")
                                   .Attr<int64_t>("columns")
-                                  .Attr<int64_t>("stochastic"),
+                                  .Attr<int64_t>("stochastic")
+                                  .Attr<int64_t>("dithered"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_cuda_pack_affine_and_sum,
@@ -132,7 +140,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_cuda_pack_affine_and_sum,
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("block_size")
                                   .Attr<int64_t>("columns")
-                                  .Attr<int64_t>("stochastic"),
+                                  .Attr<int64_t>("stochastic")
+                                  .Attr<int64_t>("dithered"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_cuda_unpack_affine, dafjax::UnpackAffineHandler,
@@ -141,9 +150,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dafjax_cuda_unpack_affine, dafjax::UnpackAffineHan
                                   .Arg<xla::ffi::AnyBuffer>()  // codes
                                   .Arg<xla::ffi::AnyBuffer>()  // scale
                                   .Arg<xla::ffi::AnyBuffer>()  // minimum
-                                  .RemainingArgs()             // what must exist before
+                                  .RemainingArgs()  // seeds if dithered; what is awaited
                                   .Ret<xla::ffi::AnyBuffer>()  // y
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("block_size")
-                                  .Attr<int64_t>("columns"),
+                                  .Attr<int64_t>("columns")
+                                  .Attr<int64_t>("dithered"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -10,12 +10,13 @@ extern "C" {
 // x [*batch, n] float32, bfloat16 or float16; seed [] uint32
 //   -> codes [*batch, NumWords()] uint16,
 //      scale, minimum [*batch, NumBlocks()] bfloat16: sizes as in AffineShape
-// attributes: bits, block_size, columns, stochastic (0 or 1), int64
+// attributes: bits, block_size, columns, stochastic and dithered (0 or 1), int64
 XLA_FFI_Error* dafjax_pack_affine(XLA_FFI_CallFrame* call_frame);
 
-// codes, scale, minimum; then any operands, which are not read: they order the program
+// codes, scale, minimum; if dithered, seeds [*batch] uint32; then any operands, which are
+// not read: they order the program
 //   -> y [*batch, n] float32, bfloat16 or float16
-// attributes: bits, block_size, columns, int64
+// attributes: bits, block_size, columns, dithered (0 or 1), int64
 XLA_FFI_Error* dafjax_unpack_affine(XLA_FFI_CallFrame* call_frame);
 
 // x [*batch, n] bool -> words [*batch, NumWords(n, 1)] uint16

@@ -62,7 +62,7 @@ ffi::Error CheckPut(const std::string& call, int64_t bits, int64_t max_bits,
   for (const int64_t b : {bits, max_bits}) {
     if (ffi::Error error = CheckCode(call, b, block_size); error.failure()) return error;
   }
-  return CheckRounding(call, stochastic, seed);
+  return CheckRounding(call, stochastic, 0, seed);
 }
 
 ffi::Error NoSuchPool(const std::string& call) {

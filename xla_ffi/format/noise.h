@@ -46,6 +46,30 @@ constexpr uint16_t NextNoise(uint16_t word) {
   return static_cast<uint16_t>(uint32_t{word} * kNoiseFactor);
 }
 
+// What the word of row 0 is multiplied with for the word of another row.
+constexpr uint16_t NoisePower(int row) {
+  uint16_t power = 1;
+  for (int i = 0; i < row; ++i) power = NextNoise(power);
+  return power;
+}
+
+// Of noise that the decoder subtracts, the key depends on what is stored of two blocks of
+// the tile, those of these elements: the scale, with its flag, above the minimum. Of a
+// block that is not stored it is 0.
+inline constexpr int kFirstDitherRow = 0, kFirstDitherLane = 0;
+inline constexpr int kLastDitherRow = 14, kLastDitherLane = 28;
+
+constexpr uint32_t DitherChecksum(uint32_t of_first_block, uint32_t of_last_block) {
+  return of_first_block + of_last_block * kNoiseStep;
+}
+
+// A code of `16 - fraction` bits and noise word `word` stand for this number of steps,
+// times 2^fraction.
+constexpr int32_t DitheredSteps(int code, int fraction, uint16_t word) {
+  const int noise = word >> (16 - fraction);
+  return (code << fraction) + (1 << fraction) / 2 - noise;
+}
+
 }  // namespace dafjax
 
 #endif  // DAFJAX_FORMAT_NOISE_H_

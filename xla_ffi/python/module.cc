@@ -153,7 +153,7 @@ void CheckRows(const char* name, const py::array& array, const py::dtype& dtype)
 std::tuple<Array16, Array16, Array16> PackAffineNow(
     const std::string& instruction_set, const py::array& x, uint32_t seed, int bits,
     int64_t block_size, bool stochastic, int64_t num_threads,
-    const std::string& dtype, int64_t columns) {
+    const std::string& dtype, int64_t columns, bool dithered) {
   const Kernels& kernels = KernelsNamed(instruction_set);
   const FloatType type = FloatTypeNamed(dtype);
   CheckCode(bits, block_size);
@@ -173,7 +173,7 @@ std::tuple<Array16, Array16, Array16> PackAffineNow(
   {
     const py::gil_scoped_release release;
     const OwnThreads threads(num_threads);
-    PackAffine(kernels, shape, {stochastic, seed}, data,
+    PackAffine(kernels, shape, {stochastic, seed, dithered}, data,
                Contiguous(shape, bits, packed), threads.helpers());
   }
   return {std::move(codes), std::move(scale), std::move(minimum)};
@@ -183,11 +183,15 @@ py::array UnpackAffineNow(const std::string& instruction_set, const Array16& cod
                           const Array16& scale, const Array16& minimum,
                           int64_t row_elements, int bits, int64_t block_size,
                           const std::string& dtype, int64_t num_threads,
-                          int64_t columns, std::optional<int> kept) {
+                          int64_t columns, std::optional<int> kept,
+                          std::optional<uint32_t> seed) {
   const Kernels& kernels = KernelsNamed(instruction_set);
   const FloatType type = FloatTypeNamed(dtype);
   CheckCode(bits, block_size);
   const int kept_bits = kept.value_or(bits);
+  if (seed.has_value() && kept_bits != bits) {
+    throw py::value_error("`kept_bits` must be `bits` where there is a `seed`.");
+  }
   if (!IsPrefix(kept_bits, bits)) {
     throw py::value_error("`kept_bits` must be what planes of codes of " +
                           std::to_string(bits) + " bits begin with, but got " +
@@ -207,11 +211,13 @@ py::array UnpackAffineNow(const std::string& instruction_set, const Array16& cod
       reinterpret_cast<const uint8_t*>(scale.data()),
       reinterpret_cast<const uint8_t*>(minimum.data())};
   void* data = y.mutable_data();
+  ConstAffineCodes places = Contiguous(shape, kept_bits, packed);
+  const std::vector<uint32_t> seeds(num_rows, seed.value_or(0));
+  if (seed.has_value()) places.seeds = seeds.data();
   {
     const py::gil_scoped_release release;
     const OwnThreads threads(num_threads);
-    UnpackAffine(kernels, shape, Contiguous(shape, kept_bits, packed), data,
-                 threads.helpers());
+    UnpackAffine(kernels, shape, places, data, threads.helpers());
   }
   return y;
 }
@@ -275,7 +281,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("pack_affine", &PackAffineNow, py::arg("instruction_set"), py::arg("x"),
         py::arg("seed"), py::arg("bits"), py::arg("block_size"), py::arg("stochastic"),
         py::arg("num_threads") = 1, py::arg("dtype") = "float32",
-        py::arg("columns") = 0,
+        py::arg("columns") = 0, py::arg("dithered") = false,
         "Packs rows `x` [rows, n]; bfloat16 is given as uint16. Returns `(codes, "
         "scale, minimum)`, all uint16.");
   m.def("unpack_affine", &UnpackAffineNow, py::arg("instruction_set"),
@@ -283,8 +289,10 @@ PYBIND11_MODULE(_cpu, m) {
         py::arg("minimum").noconvert(), py::arg("row_elements"), py::arg("bits"),
         py::arg("block_size"), py::arg("dtype") = "float32", py::arg("num_threads") = 1,
         py::arg("columns") = 0, py::arg("kept_bits") = py::none(),
+        py::arg("seed") = py::none(),
         "The inverse of `pack_affine`. Of codes that have lost planes, `kept_bits` are "
-        "left. Returns [rows, row_elements].");
+        "left. With the seed of codes that are dithered, their noise is subtracted. "
+        "Returns [rows, row_elements].");
   m.def("pack_bitmask", &PackBitmaskNow, py::arg("instruction_set"),
         py::arg("x").noconvert(), py::arg("num_threads") = 1,
         "Packs rows of booleans into uint16 words.");

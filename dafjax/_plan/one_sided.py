@@ -1,0 +1,30 @@
+"""Values of which many elements are at one end of their range, or near it.
+
+So are the results of ReLUs, masks, and exponentials of scores less their maximum.
+Stochastic rounding keeps the least value of a block exact and has little noise near it.
+Dithered rounding has the same noise everywhere: half of what stochastic rounding has
+where elements are spread over the range.
+"""
+
+import jax.numpy as jnp
+
+from dafjax._trace.primitives import is_one_sided
+from dafjax._trace.residuals import Program
+
+
+def find_one_sided(program: Program) -> frozenset[int]:
+    """Returns the numbers of these values."""
+    found: set[int] = set()
+
+    def is_at_an_end(value: int) -> bool:
+        # Booleans and integers have few values.
+        dtype = program.avals[value].dtype
+        return value in found or not jnp.issubdtype(dtype, jnp.inexact)
+
+    for eqn in program.forward:
+        # Scalars are factors and the like.
+        operands = [v for v in eqn.input_values if program.avals[v].size > 1]
+        all_are = bool(operands) and all(map(is_at_an_end, operands))
+        if is_one_sided(eqn.primitive, all_are):
+            found.update(eqn.outputs)
+    return frozenset(found)
