@@ -1,9 +1,11 @@
 """Measures the effect of compression on the gradient of a loss."""
 
 import dataclasses
+import inspect
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -25,7 +27,12 @@ from dafjax._targets import AverageBits
 # A gradient this much smaller than the whole is zero up to rounding.
 _ZERO = 1e-6
 
+# The gradient of an array with more noise than this is mostly noise.
+_NOISY = 1.2
+
 _MOST_RESIDUALS = 8
+
+_DEFAULT_BITS = inspect.signature(remat_compress).parameters["bits"].default
 
 
 @final
@@ -84,7 +91,10 @@ class Setting:
 @final
 @dataclasses.dataclass(frozen=True)
 class NoisyResidual:
-    """One residual, and its share of the variance of the gradient at 2 bits.
+    """One residual, and its share of the noise at 2 bits.
+
+    That is the variance of the gradient, each parameter array over its squared norm. If
+    there are arrays that are noisy at the default, it is the variance of those alone.
 
     Attributes:
         name: Its place in the model, and its primitive.
@@ -106,12 +116,15 @@ class Assessment:
         settings: One for each number of bits.
         plain_temp_nbytes: Temporary bytes of the plain gradient.
         residuals: Those that bring most of the noise, the worst first.
+        noisy: The paths of arrays whose gradient is mostly noise at the default bits,
+            if these are among the settings: their noise is above 1.2.
         num_examples: The examples that it was measured on, if not all.
     """
 
     settings: tuple[Setting, ...]
     plain_temp_nbytes: int
     residuals: tuple[NoisyResidual, ...]
+    noisy: tuple[str, ...] = ()
     num_examples: int | None = None
 
     def to_json(self) -> str:
@@ -125,7 +138,7 @@ class Assessment:
             bias, most = setting.bias
             rows.append(
                 (
-                    setting.bits,
+                    _with_default_marked(setting.bits),
                     *(f"{setting.noise(p):.3f}" for p in (50, 95, 100)),
                     f"{bias:.3f}",
                     f"{most:.3f}",
@@ -139,6 +152,8 @@ class Assessment:
             found = [(r.name, f"{r.share:.0%}", r.source) for r in self.residuals]
             titles = ("residuals that bring most noise", "share", "source")
             lines += ["", align([titles, *found], right={1})]
+        if self.noisy:
+            lines += ["", _describe_noisy(self.noisy)]
         if self.num_examples is not None:
             lines += ["", f"Measured on {self.num_examples} examples: see `memory`."]
         return "\n".join(lines)
@@ -161,7 +176,8 @@ def assess(
     is worth a minute before a model is trained. The noise of a parameter array is the
     norm of the error of its gradient over the norm of the exact gradient. A noise of 1
     is mostly harmless, for the noise that a minibatch brings is larger, and averages
-    out over steps; a bias does not.
+    out over steps; a bias does not. Warns where arrays have more noise than that at the
+    default bits, and names the residuals that bring it.
 
     Args:
         loss: The loss, not wrapped: `loss(params, *batch)`, a scalar.
@@ -209,10 +225,22 @@ def assess(
             _leaves(run(jnp.uint32(s), params, *batch)) for s in range(seeds)
         ]
     times = _time(plain, compiled, (params, *batch), rounds)
+    noise = {name: array_noise(exact, draws[name]) for name in compiled}
+    of_default = noise.get(str(_DEFAULT_BITS), {})
+    noisy = tuple(path for path, array in of_default.items() if array.noise > _NOISY)
+    weights = _weights(exact, noisy or tuple(next(iter(noise.values()), {})))
+    residuals = _noisiest(loss, weights, params, batch, has_aux, options)
+    if noisy:
+        worst = [f"{r.name} ({r.source})" for r in residuals[:3] if r.share > 0.1]
+        warnings.warn(
+            f"`assess`: {_describe_noisy(noisy)} Most noise comes from "
+            f"{', '.join(worst)}.",
+            stacklevel=2,
+        )
     settings = tuple(
         Setting(
             bits=name,
-            arrays=array_noise(exact, draws[name]),
+            arrays=noise[name],
             temp_nbytes=_temp_nbytes(run),
             seconds=statistics.median(seconds for seconds, _ in times[name]),
             ratio=statistics.median(ratio for _, ratio in times[name]),
@@ -222,7 +250,8 @@ def assess(
     return Assessment(
         settings=settings,
         plain_temp_nbytes=_temp_nbytes(plain),
-        residuals=_noisiest(loss, params, batch, has_aux, options),
+        residuals=residuals,
+        noisy=noisy,
         num_examples=num_examples,
     )
 
@@ -330,17 +359,57 @@ def _gradient(loss: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     return (lambda *args: gradient(*args)[0]) if has_aux else gradient
 
 
+def _with_default_marked(bits: str) -> str:
+    return f"{bits} (default)" if bits == str(_DEFAULT_BITS) else bits
+
+
+def _describe_noisy(noisy: Sequence[str]) -> str:
+    shown = ", ".join(noisy[:3]) + (", ..." if len(noisy) > 3 else "")
+    return (
+        "At the default bits the gradients of these parameter arrays are mostly noise "
+        f"({len(noisy)}): {shown}. Give the residuals that bring the noise more bits, "
+        "by name as `dafjax.Bits(2, names={...: 8})` or all as `bits=4`."
+    )
+
+
+def _weights(exact: Mapping[str, np.ndarray], counted: Sequence[str]) -> list[float]:
+    """Returns a weight for each array: 1 over the norm if it counts, else 0."""
+    norms = {path: float(np.linalg.norm(g.ravel())) for path, g in exact.items()}
+    return [1 / norms[path] if path in counted else 0.0 for path in exact]
+
+
 def _noisiest(
     loss: Callable[..., Any],
+    weights: Sequence[float],
     params: Any,
     batch: tuple[Any, ...],
     has_aux: bool,
     options: Mapping[str, Any],
 ) -> tuple[NoisyResidual, ...]:
-    """Returns the residuals that bring most of the noise at 2 bits."""
+    """Returns the residuals that bring most of the noise at 2 bits.
+
+    Args:
+        loss: As for `assess`, and so are `params`, `batch`, `has_aux` and `options`.
+        weights: What the gradient of each parameter array is multiplied with.
+        params: The parameters.
+        batch: The other arguments.
+        has_aux: Whether `loss` returns a pair.
+        options: Options of `remat_compress`.
+    """
     if options.get("rematerialize") or options.get("store") is not None:
         return ()
-    wrapped = remat_compress(loss, bits=AverageBits(2), **options)
+
+    def weighted(params: Any, *batch: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        exact = map(jax.lax.stop_gradient, leaves)
+        # The value of the parameter, and its gradient times the weight.
+        leaves = [
+            e + (x - e) * jnp.asarray(weight, x.dtype)
+            for x, e, weight in zip(leaves, exact, weights, strict=True)
+        ]
+        return loss(jax.tree.unflatten(structure, leaves), *batch)
+
+    wrapped = remat_compress(weighted, bits=AverageBits(2), **options)
     gradient = _gradient(wrapped, has_aux)
     with record_plans() as recorder, putting_in_force(AS_PLANNED):
         jax.make_jaxpr(gradient)(params, *batch)

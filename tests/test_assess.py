@@ -38,7 +38,28 @@ def test_residuals_have_shares_and_source_lines(found):
 
 def test_it_prints_and_is_json(found):
     assert "noise: median" in str(found)
+    assert "2 (default)" in str(found)
+    assert found.noisy == ()
     assert json.loads(found.to_json())["settings"][0]["bits"] == "8"
+
+
+def test_noisy_arrays_and_their_residuals_are_named():
+    """A later norm divides the gain out: its gradient is nearly zero."""
+
+    def noisy_loss(w, x):
+        y = x @ jax.lax.stop_gradient(w["first"]) * w["gain"]
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, 0) + 1e-3)
+        nearly_nothing = jnp.mean(jax.nn.relu(y) @ w["second"])
+        return jnp.mean((x @ w["first"] @ w["second"]) ** 2) + nearly_nothing
+
+    params = {**W, "gain": jnp.ones(64)}
+    with pytest.warns(UserWarning, match="`assess`: At the default bits") as caught:
+        found = dafjax.assess(noisy_loss, params, X, bits=(2,), rounds=1, seeds=4)
+    assert found.noisy == ("['gain']",)
+    assert "['gain']" in str(found)
+    assert found.residuals[0].share > 0.9
+    assert found.residuals[0].name in str(caught[0].message)
+    assert "test_assess.py" in found.residuals[0].source
 
 
 def test_bias_is_told_from_noise():
