@@ -45,11 +45,21 @@ import jax
 import numpy as np
 import pytest
 
+from dafjax._plan import planner
+
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Of the million objects of a process most stay: to look for garbage among them as often
 # as Python does takes half a minute.
 gc.set_threshold(20_000, 10, 10)
+
+
+@pytest.fixture
+def stochastic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets all stores round stochastically, as page pools do."""
+    monkeypatch.setattr(
+        planner, "find_one_sided", lambda program: frozenset(range(len(program.avals)))
+    )
 
 
 @pytest.fixture

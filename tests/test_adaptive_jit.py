@@ -80,6 +80,9 @@ def codes_in(closed):
         for eqn in stack.pop().eqns:
             if eqn.primitive.name == "dafjax_pack_affine":
                 nbytes += sum(v.aval.size * 2 for v in eqn.outvars)
+                # A seed for each row.
+                rows = eqn.invars[0].aval.shape[:-1]
+                nbytes += 4 * math.prod(rows) * eqn.params["dithered"]
                 count += 1
             stack += jaxprs_in_params(eqn.params)
     return nbytes, count
@@ -115,10 +118,10 @@ def test_a_budget_in_bytes_is_met(example, nbytes):
 
 def test_a_budget_that_is_too_small_says_what_is_needed(example):
     step = adaptive_gradient(two_branches, dafjax.Budget(9000))
-    # 1/8 of a byte for a code, 1/64 for the scale and minimum of a block of 256.
-    with pytest.raises(
-        ValueError, match=f"Budget.*at least {2 * SIZE * 9 // 64} bytes"
-    ):
+    # 1/8 of a byte for a code, 1/64 for the scale and minimum of a block of 256; and a
+    # seed for each row of 512.
+    least = 2 * SIZE * 9 // 64 + 2 * SIZE // 512 * 4
+    with pytest.raises(ValueError, match=f"Budget.*at least {least} bytes"):
         step(*example, WEIGHTS)
 
 
@@ -433,8 +436,9 @@ class TestHowManyThereAre:
 
         gradient = jax.grad(wrapped(scanned, dafjax.AverageBits(2)))
         two, six = (self.nbytes(gradient, w[:n], x) for n in (2, 6))
-        # Two bits and 1/8 for the scales and minima, of an input and an output.
-        assert two == 2 * 2 * SIZE * 2.125 / 8
+        # Two bits and 1/8 for the scales and minima, of an input and an output; and a
+        # seed for each row of the input, which enters linearly.
+        assert two == 2 * (2 * SIZE * 2.125 / 8 + SIZE / 512 * 4)
         assert six == 3 * two
 
     def test_blocks_in_a_loop_of_the_user_are_stacked(self, example):
@@ -622,7 +626,7 @@ class TestMeasures:
     def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(self):
         assert run_python(FORK) == "0\n" * 20
 
-    def test_they_are_those_of_a_pool(self, example):
+    def test_they_are_those_of_a_pool(self, example, stochastic):
         arguments = (*example, WEIGHTS)
         # The bits that a pool begins with: all is linear here.
         step = adaptive_gradient(two_branches, dafjax.AverageBits(2))

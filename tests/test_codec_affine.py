@@ -381,7 +381,7 @@ def test_other_block_sizes_are_refused(block_size: int) -> None:
 
 
 def test_other_roundings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"rounding=...\)`.*'stochastic', 'nearest'"):
+    with pytest.raises(ValueError, match=r"rounding=...\)`.*'dithered', 'nearest'"):
         Affine(rounding="up")
 
 

@@ -595,7 +595,7 @@ class TestInAPagePool:
     """Each part of a residual is an entry of its own."""
 
     @pytest.fixture(autouse=True)
-    def small_entries(self, monkeypatch):
+    def small_entries(self, monkeypatch, stochastic):
         monkeypatch.setattr(_pooled_affine, "_NUM_ELEMENTS_OF_PAGE", 1)
 
     @staticmethod

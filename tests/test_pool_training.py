@@ -147,7 +147,7 @@ class TestNumbers:
         _assert_same(_gradient(pool, policy=policy)(p, x), want)
         assert {s.bits_put for s in pool.stats().sites.values()} == {bits}
 
-    def test_convolutions_with_masks_and_columns(self, pool, key):
+    def test_convolutions_with_masks_and_columns(self, pool, key, stochastic):
         p, x = networks.conv_example(key)
         options = {"bits": 2, "loss": networks.conv_loss, "policy": None}
         want = _gradient(Arrays(), **options)(p, x)
@@ -622,7 +622,7 @@ class TestLifetimes:
 
     @pytest.mark.parametrize(("depth", "in_flight"), [(1, 1), (2, 1), (6, 1), (6, 8)])
     def test_eager_blocks_give_right_numbers_or_the_error(
-        self, key, request, depth, in_flight
+        self, key, request, depth, in_flight, stochastic
     ):
         p, x = networks.conv_example(key, depth=depth)
 

@@ -67,7 +67,7 @@ def test_a_pool_is_its_name():
     assert len({one, other, one}) == 2
 
 
-def test_gradients_do_not_depend_on_the_store(store, key):
+def test_gradients_do_not_depend_on_the_store(store, key, stochastic):
     p, x = networks.conv_example(key, depth=2)
     want = jax.grad(dafjax.remat_compress(networks.conv_loss))(p, x)
     got = jax.jit(jax.grad(dafjax.remat_compress(networks.conv_loss, store=store)))(

@@ -61,7 +61,9 @@ def tile_keys(seed: Array, checksum: Array) -> Array:
         uint32 `[*batch, tiles]`.
     """
     tile = lax.broadcasted_iota(jnp.uint32, checksum.shape, checksum.ndim - 1)
-    stream = _mix(seed[..., None] + jnp.uint32(_GOLDEN_RATIO))
+    stream = _mix(seed + jnp.uint32(_GOLDEN_RATIO))
+    if stream.ndim > 0:
+        stream = stream[..., None]
     return _mix(_mix(stream ^ tile) + checksum)
 
 

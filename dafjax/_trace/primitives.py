@@ -65,13 +65,14 @@ _WILD_IF_COMPLEX = frozenset(
     ]
 )
 
-# Results have a least or a greatest value that many elements have, or nearly. (A
-# logistic function has bounds, too, but comes near them only for large operands.)
+# Results have a least or a greatest value, and many elements are near it: some may be
+# thousands of times farther away. (A logistic function has bounds, too, but comes near
+# them only for large operands.)
 _ONE_SIDED = frozenset(
     [
-        *("abs", "bounded_exp", "clamp", "exp", "exp2", "integer_pow", "max", "min"),
-        *("reduce_max", "reduce_min", "reduce_window_max", "select_rectified", "sqrt"),
-        *("square",),
+        *("abs", "bounded_exp", "clamp", "cosh", "erfc", "exp", "exp2", "integer_pow"),
+        *("max", "min", "pow", "reduce_max", "reduce_min", "reduce_window_max"),
+        *("rsqrt", "select_rectified", "sqrt", "square"),
     ]
 )
 # So where all their operands are on one side.
