@@ -34,9 +34,11 @@ class Use(enum.IntEnum):
     """How what the backward pass computes depends on a residual in codes."""
 
     LINEAR = 0
-    NONLINEAR = 1
+    # By functions without poles or edges.
+    SMOOTH = 1
+    NONLINEAR = 2
     # An exponential, or the like, is taken of what comes of it.
-    AMPLIFIED = 2
+    AMPLIFIED = 3
 
 
 # An error of one in the exponent is a factor of 2.7: nothing less will do.
@@ -140,7 +142,9 @@ class Bits:
             if matches(pattern, names):
                 return max(bits, _AMPLIFIED_BITS) if use is Use.AMPLIFIED else bits
         assert self.nonlinear is not None
-        return (self.linear, self.nonlinear, _AMPLIFIED_BITS)[use]
+        if use is Use.AMPLIFIED:
+            return _AMPLIFIED_BITS
+        return self.linear if use is Use.LINEAR else self.nonlinear
 
 
 AnyBits: TypeAlias = int | str | Mapping[str, int] | Bits

@@ -103,7 +103,7 @@ def test_a_product_of_parts_that_are_apart_is_linear(factors):
 
 @pytest.mark.parametrize("factors", TOGETHER)
 def test_a_product_with_a_part_of_the_other_factor_is_not_linear(factors):
-    assert use_in_product(factors) == Use.NONLINEAR
+    assert use_in_product(factors) == Use.SMOOTH
 
 
 def test_a_sum_shares_what_one_of_its_terms_has_part_of():
@@ -116,7 +116,7 @@ def test_a_sum_shares_what_one_of_its_terms_has_part_of():
         return jnp.mean((u[: len(half)] * total) * half)
 
     uses = find_uses(*analyzed(f, SHAPE, SHAPE, SHAPE, SHAPE))
-    assert list(uses.values()) == [Use.LINEAR, Use.NONLINEAR]
+    assert list(uses.values()) == [Use.LINEAR, Use.SMOOTH]
 
 
 def calls_per_equation(length):

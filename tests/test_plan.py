@@ -74,8 +74,8 @@ def test_bytes_of_a_plan_are_those_of_the_packed_layout(key):
     codes, mask = compressed(plan)
     n = 4 * 16 * 16 * 16
     # The loss is quadratic in what the norm normalizes: twice the bits.
-    # An example has 128 rows of 32 channels, as two rows of 16 count.
-    assert codes.stored_nbytes == n * 4 // 8 + 2 * 2 * n // 128
+    # An example has 128 rows of 32 channels, as two rows of 16 count; and a seed.
+    assert codes.stored_nbytes == n * 4 // 8 + 2 * 2 * n // 128 + 4 * 4
     assert mask.stored_nbytes == n // 8
     assert codes.raw_nbytes == 4 * n
 

@@ -19,6 +19,7 @@ from dafjax._trace.equation import Atom, Equation
 from dafjax._trace.primitives import (
     is_amplifying,
     is_product,
+    is_smooth,
     linear_operands,
     sums_codes,
     takes_parts,
@@ -122,7 +123,11 @@ class _Follower:
         operands = self._noise_of(atoms)
         linear = linear_operands(eqn.primitive, len(operands))
         multiplies = eqn.primitive == "mul" or is_product(eqn.primitive)
-        use = Use.AMPLIFIED if is_amplifying(eqn.primitive) else Use.NONLINEAR
+        use = Use.NONLINEAR
+        if is_amplifying(eqn.primitive):
+            use = Use.AMPLIFIED
+        elif is_smooth(eqn.primitive) and eqn.divisor is None:
+            use = Use.SMOOTH
         together = _NO_NOISE
         for number, found in enumerate(operands):
             atom = atoms[number]

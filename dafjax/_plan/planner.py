@@ -190,7 +190,7 @@ def make_plan(
     channels = find_channels(program, activations)
     # Dithered rounding goes beyond the range of values, where a pole may be.
     one_sided = find_one_sided(program)
-    spread = {v for v, use in uses.items() if use == Use.LINEAR} - one_sided
+    spread = {v for v, use in uses.items() if use <= Use.SMOOTH} - one_sided
     spread.update(copy for copy, value in stands_for.items() if value in spread)
     packed_masks = {v for v in kept if not isinstance(decisions[v], Save)}
     program = without_phases(program, phased.phases, kept.union(copies))

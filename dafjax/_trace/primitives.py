@@ -65,6 +65,15 @@ _WILD_IF_COMPLEX = frozenset(
     ]
 )
 
+_PRODUCTS = frozenset(["conv_general_dilated", "dot_general", "ragged_dot_general"])
+
+# Defined and continuous for every real operand, without poles and without edges where
+# the derivative is infinite. (An integer power has a pole if the power is negative.)
+_SMOOTH = _PRODUCTS | {
+    *("abs", "asinh", "atan", "clamp", "cos", "erf", "erfc", "integer_pow", "logistic"),
+    *("max", "min", "mul", "one_minus_square", "select_n", "sin", "square", "tanh"),
+}
+
 # Results have a least or a greatest value, and many elements are near it: some may be
 # thousands of times farther away. (A logistic function has bounds, too, but comes near
 # them only for large operands.)
@@ -91,8 +100,6 @@ _REARRANGING = frozenset(
         *("tile", "transpose", "unstack"),
     ]
 )
-
-_PRODUCTS = frozenset(["conv_general_dilated", "dot_general", "ragged_dot_general"])
 
 # Say where an array is, and leave its values alone. A gathered weight is gathered again
 # in the backward pass: it is not kept whole, and never in codes.
@@ -252,6 +259,11 @@ def is_one_sided(primitive: str, operands_are: bool) -> bool:
     """
     keeps = keeps_values(primitive) or primitive in _REARRANGING | _KEEPING_SIDES
     return primitive in _ONE_SIDED or (operands_are and keeps)
+
+
+def is_smooth(primitive: str) -> bool:
+    """Returns whether an operation takes any real numbers, and has no pole or edge."""
+    return primitive in _SMOOTH
 
 
 def linear_operands(primitive: str, num_operands: int) -> range:
