@@ -1,4 +1,4 @@
-"""Which residuals have dithered rounding: what is spread over its range, read smoothly."""
+"""Dithered rounding is for what is spread over its range and read smoothly."""
 
 import jax
 import jax.numpy as jnp
