@@ -52,6 +52,14 @@ def fused_head_norm(h):
     return jnp.concatenate([head_norm(first), head_norm(second)], -1)
 
 
+def norm_of_groups(h):
+    """Of 48 channels a group has 12. `jnp.var` subtracts a mean of its own."""
+    grouped = h.reshape(*h.shape[:-1], 4, -1)
+    centered = grouped - jnp.mean(grouped, -1, keepdims=True)
+    variance = jnp.var(grouped, -1, keepdims=True)
+    return (centered * lax.rsqrt(variance + 1e-6)).reshape(h.shape)
+
+
 def transposed_norm(h):
     return jnp.swapaxes(layer_norm(jnp.swapaxes(jnp.swapaxes(h, 0, 1), 0, 1)), 0, 0)
 
@@ -60,7 +68,7 @@ NORMS = {
     f.__name__: f
     for f in (
         *(layer_norm, fast_layer_norm, rms_norm, l2_norm, einsum_norm, head_norm),
-        *(fused_head_norm, transposed_norm),
+        *(fused_head_norm, norm_of_groups, transposed_norm),
     )
 }
 
@@ -75,8 +83,9 @@ def extents_of(function, *shape):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_extent_of_a_norm_is_found(norm):
-    width = {"head_norm": 16, "fused_head_norm": 16}.get(norm, 64)
-    extent = extents_of(NORMS[norm], 8, 32, 128 if width == 16 and "f" in norm else 64)
+    of_heads = {"head_norm": 16, "fused_head_norm": 16, "norm_of_groups": 16}
+    width = of_heads.get(norm, 64)
+    extent = extents_of(NORMS[norm], 8, 32, 128 if norm == "fused_head_norm" else 64)
     assert extent is not None
     assert extent.size == width if norm != "fused_head_norm" else 16
 
@@ -97,6 +106,16 @@ def test_group_and_batch_norms_have_their_extents():
     of_channels = extents_of(batch_norm, 8, 4, 4, 64)
     assert of_channels.size == 8 * 4 * 4
     assert of_channels.is_centered
+
+
+def test_what_a_norm_scales_has_the_extent_of_its_statistic():
+    """The statistic is of another value: of `y`, for `x`."""
+
+    def scaled(x):
+        y = lax.stop_gradient(jnp.sin(x))
+        return x * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+
+    assert extents_of(scaled, 8, 32, 64).size == 64
 
 
 @pytest.mark.parametrize(
@@ -143,7 +162,7 @@ def example(width, rows=256):
 
 @pytest.mark.parametrize("width", [48, 160])
 @pytest.mark.parametrize("per", ["row", "head", "channel"])
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "norm_of_groups"])
 def test_activations_of_different_scale_at_8_bits(norm, per, width):
     """By groups of consecutive elements errors are 10 to 10^6 times the gradient."""
     params, x = example(width)

@@ -47,16 +47,18 @@ def _scales(per: str, width: int) -> jax.Array:
 
 
 def _network(norm: Callable[[jax.Array], jax.Array], per: str, width: int) -> Network:
-    def loss(params: Any, x: jax.Array, scales: jax.Array) -> jax.Array:
+    def loss(
+        params: Any, x: jax.Array, other: jax.Array, scales: jax.Array
+    ) -> jax.Array:
         # The sum is stored, as large as the scales make it.
-        h = (x @ params["first"]) * scales + (x @ params["other"]) * scales
-        h = norm(h)
+        h = norm((x @ params["first"]) * scales + (x @ other) * scales)
         y = jax.nn.relu(h) @ params["second"]
         return jnp.mean(y**2)
 
-    names = ("first", "second", "other")
-    params = {name: weights(n, width, width) for n, name in enumerate(names, 10)}
-    return Network(loss, params, (normal(3, _NUM_ROWS, width), _scales(per, width)))
+    params = {"first": weights(10, width, width), "second": weights(11, width, width)}
+    other = weights(12, width, width)
+    x = normal(3, _NUM_ROWS, width)
+    return Network(loss, params, (x, other, _scales(per, width)))
 
 
 SCALED: Mapping[str, Callable[[], Network]] = {

@@ -11,7 +11,7 @@ norms reduce. Each index of the other axes has a scale of its own.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, final
 
 import numpy as np
@@ -29,9 +29,11 @@ from dafjax._trace.residuals import Program
 # The axes of an array, each as factors: their lengths, and whether a norm reduces them.
 _Factor: TypeAlias = tuple[int, bool]
 _Axes: TypeAlias = tuple[tuple[_Factor, ...], ...]
+# A value, and some of its axes.
+_Reduction: TypeAlias = tuple[int, tuple[int, ...]]
 
-# A scale of one byte for fewer elements would cost more than half a bit an element.
-_FEWEST = 16
+# A scale of one byte for fewer elements would cost more than a bit an element.
+_FEWEST = 8
 
 
 @final
@@ -105,15 +107,34 @@ def extent_of_channels(shape: tuple[int, ...]) -> Extent:
 def find_extents(program: Program) -> dict[int, Extent]:
     """Returns the extent of every value that the program normalizes later.
 
+    That is what a statistic is of that divides, and what is scaled by such a statistic.
     Of several extents the smallest counts.
     """
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+    statistics, scales = _statistics_that_divide(program)
     found: dict[int, Extent] = {}
-    for operand, axes in _statistics_that_divide(program):
+    for operand, axes in (*statistics, *_scaled(program, scales)):
         shape = program.avals[operand].shape
         factors = tuple(((n, axis in axes),) for axis, n in enumerate(shape))
         _follow(program, producers, operand, Extent(factors), found)
     return found
+
+
+def _scaled(program: Program, scales: Container[int]) -> Iterator[_Reduction]:
+    """Yields the values that are multiplied with scales, and axes of one scale each."""
+    for eqn in program.forward:
+        if eqn.primitive not in ("mul", "div"):
+            continue
+        first, second = eqn.operand_atoms
+        for value, scale in ((first, second), (second, first)):
+            if not (isinstance(value, int) and isinstance(scale, int)):
+                continue
+            shape, of_scale = (program.avals[v].shape for v in (value, scale))
+            if scale not in scales or len(shape) != len(of_scale):
+                continue
+            axes = tuple(a for a, n in enumerate(shape) if of_scale[a] < n)
+            if axes:
+                yield value, axes
 
 
 def _follow(
@@ -189,13 +210,13 @@ def _is_mean(
     return program.avals[eqn.outputs[0]].size == num_extents
 
 
-_Reduction: TypeAlias = tuple[int, tuple[int, ...]]
-
-
-def _statistics_that_divide(program: Program) -> list[_Reduction]:
+def _statistics_that_divide(
+    program: Program,
+) -> tuple[list[_Reduction], frozenset[int]]:
     """Returns the reductions whose results, or cheap functions of them, divide.
 
-    Of each the value that it reduces, and the axes.
+    Of each the value that it reduces, and the axes; and their results, and all that
+    follows from them before it is spread.
     """
     readers: dict[int, list[Equation]] = {}
     for eqn in program.forward:
@@ -208,24 +229,31 @@ def _statistics_that_divide(program: Program) -> list[_Reduction]:
             of = max((sizes[v] for v in eqn.input_values), default=0)
             sizes.update((v, min(of, sizes[v])) for v in eqn.outputs)
 
-    def divides(reduction: Equation) -> bool:
+    def follow(reduction: Equation) -> tuple[bool, set[int]]:
         (start,) = reduction.outputs
         size = program.avals[start].size
-        stack, seen = [start], {start}
+        stack, seen, divides = [start], {start}, False
         while stack:
             value = stack.pop()
             for eqn in readers.get(value, ()):
-                if eqn.primitive in _INVERTING or eqn.divisor == value:
-                    return True
+                divides |= eqn.primitive in _INVERTING or eqn.divisor == value
                 small = all(sizes[v] <= size for v in eqn.input_values)
                 follows = is_continuous(eqn.primitive) or is_amplifying(eqn.primitive)
                 if follows and small:
                     stack.extend(v for v in eqn.outputs if v not in seen)
                     seen.update(eqn.outputs)
-        return False
+        return divides, seen
 
-    found = ((eqn, _reduction(eqn)) for eqn in program.forward)
-    return [r for eqn, r in found if r is not None and divides(eqn)]
+    found, scales = [], set()
+    for eqn in program.forward:
+        reduction = _reduction(eqn)
+        if reduction is None:
+            continue
+        divides, following = follow(eqn)
+        if divides:
+            found.append(reduction)
+            scales |= following
+    return found, frozenset(scales)
 
 
 _INVERTING = frozenset(["pow", "rsqrt"])

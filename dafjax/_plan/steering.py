@@ -8,7 +8,7 @@ code, the product has the noise squared, whose mean is not 0: a biased gradient.
 """
 
 from dafjax._trace.equation import Equation
-from dafjax._trace.primitives import is_cheap, is_continuous
+from dafjax._trace.primitives import is_cheap, is_continuous, is_much_smaller
 from dafjax._trace.residuals import Program
 
 
@@ -36,17 +36,12 @@ def find_steering(program: Program) -> frozenset[int]:
     sizes = _sizes_before_broadcasting(program)
     for eqn in reversed(program.forward):
         if is_continuous(eqn.primitive) and not steering.isdisjoint(eqn.outputs):
-            large = [
-                v for v in eqn.input_values if _SMALL * sizes[v] > sizes[eqn.outputs[0]]
-            ]
+            size = sizes[eqn.outputs[0]]
+            large = [v for v in eqn.input_values if not is_much_smaller(sizes[v], size)]
             # A sum of two steers itself: it is kept, and its operands need not be.
             if len(large) == 1:
                 steering.update(large)
     return frozenset(steering)
-
-
-# So many times smaller, a value is a statistic or a parameter.
-_SMALL = 16
 
 
 def _sizes_before_broadcasting(program: Program) -> dict[int, int]:

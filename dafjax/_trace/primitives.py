@@ -306,12 +306,16 @@ def is_reduction(primitive: str, num_elements: int, reduced_from: int) -> bool:
         num_elements: Its elements.
         reduced_from: Those of the largest operand.
     """
-    return is_cheap(primitive) and num_elements * _REDUCTION <= reduced_from
+    return is_cheap(primitive) and is_much_smaller(num_elements, reduced_from)
 
 
-# A raw value this many times smaller than what it was reduced from costs no more than
-# the codes of that would at 2 bits of 32.
-_REDUCTION = 16
+def is_much_smaller(num_elements: int, than: int) -> bool:
+    """Returns whether a value has so few elements that it may be saved as it is.
+
+    Such is a statistic beside what it is a statistic of. Also of the smallest groups of
+    group norms in use, of eight channels: it must be exact.
+    """
+    return num_elements * 8 <= than
 
 
 def compares_equality(primitive: str) -> bool:
