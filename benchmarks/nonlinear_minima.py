@@ -100,7 +100,8 @@ def measure(heads: int, options: Options) -> Record:
         for average, nonlinear, amplified in itertools.product(
             options.averages, options.nonlinear, options.amplified
         ):
-            minima = {Use.LINEAR: 1, Use.NONLINEAR: nonlinear, Use.AMPLIFIED: amplified}
+            minima = {Use.LINEAR: 1, Use.AMPLIFIED: amplified}
+            minima |= dict.fromkeys((Use.SMOOTH, Use.NONLINEAR), nonlinear)
             sites = [
                 Site(site.num_elements, importance, minimum=minima[site.use])
                 for site, importance in found

@@ -437,8 +437,8 @@ class TestHowManyThereAre:
         gradient = jax.grad(wrapped(scanned, dafjax.AverageBits(2)))
         two, six = (self.nbytes(gradient, w[:n], x) for n in (2, 6))
         # Two bits and 1/8 for the scales and minima, of an input and an output; and a
-        # seed for each row of the input, which enters linearly.
-        assert two == 2 * (2 * SIZE * 2.125 / 8 + SIZE / 512 * 4)
+        # seed for each row.
+        assert two == 2 * 2 * (SIZE * 2.125 / 8 + SIZE / 512 * 4)
         assert six == 3 * two
 
     def test_blocks_in_a_loop_of_the_user_are_stacked(self, example):

@@ -637,7 +637,7 @@ def test_minima_are_compared_by_error_and_bias(tmp_path, tiny_network):
          "--out", str(out)]
     )  # fmt: skip
     (result,) = json.loads(out.read_text())["networks"]
-    assert "nonlinear" in {site["use"] for site in result["sites"]}
+    assert "smooth" in {site["use"] for site in result["sites"]}
     for record in result["records"]:
         assert record["reached_bits"] <= 2
         assert 0 < record["squared_error"] < 10

@@ -263,7 +263,7 @@ def test_a_store_that_does_not_take_them_never_sees_them(key, x, monkeypatch):
             values.clear()
 
 
-def test_a_pool_of_lasting_residuals_leaves_the_others_in_arrays(key, x):
+def test_a_pool_of_lasting_residuals_leaves_the_others_in_arrays(key, x, stochastic):
     p = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
     want = gradient(Arrays())(p, x)
     with (

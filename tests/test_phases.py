@@ -166,6 +166,6 @@ def test_gradients_through_sines_of_many_periods_are_unbiased(loss):
 
 
 @pytest.mark.parametrize("loss", [encoded, encoded_in_loop])
-def test_without_phases_they_are_not(loss, monkeypatch):
+def test_without_phases_they_are_not(loss, monkeypatch, stochastic):
     monkeypatch.setattr(phases, "is_periodic", lambda primitive: False)
     assert bias(loss) > 3

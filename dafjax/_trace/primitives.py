@@ -306,14 +306,16 @@ def is_reduction(primitive: str, num_elements: int, reduced_from: int) -> bool:
         num_elements: Its elements.
         reduced_from: Those of the largest operand.
     """
-    return is_cheap(primitive) and is_much_smaller(num_elements, reduced_from)
+    # A part is no statistic. A sixteenth takes the bytes of codes of 2 bits of the whole.
+    counted = 2 * num_elements if takes_parts(primitive) else num_elements
+    return is_cheap(primitive) and is_much_smaller(counted, reduced_from)
 
 
 def is_much_smaller(num_elements: int, than: int) -> bool:
     """Returns whether a value has so few elements that it may be saved as it is.
 
-    Such is a statistic beside what it is a statistic of. Also of the smallest groups of
-    group norms in use, of eight channels: it must be exact.
+    Such is a statistic beside what it is a statistic of, even of a group of 8 channels:
+    what a norm divides by must be exact.
     """
     return num_elements * 8 <= than
 
