@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from dafjax._native._layout import LANES, ROWS, TILE, folded_width
@@ -88,19 +87,31 @@ class Blocks:
             Of the blocks of lane 0 in row 0 and of lane 28 in row 14,
             `[*batch, tiles]`; 0 where there is no such block.
         """
-        tile = np.arange(tiles)
-        if self.columns == 0:
-            blocks = [(tile * TILE + place) // self.block_size for place in (0, 448)]
+        # Slices and broadcasts, which XLA puts into the kernel that reads them.
+        *batch, count = parameters.shape
+        groups = self.lane_groups
+        if self.columns:
+            per_block = self.block_size // ROWS
+            grid = parameters.reshape(*batch, count // self._width, 1, groups, LANES)
+            found = [lax.slice_in_dim(grid, n, n + 1, axis=-1) for n in (0, 28)]
         else:
-            row = tile // self.lane_groups * ROWS // self.block_size
-            lane = tile % self.lane_groups * LANES
-            blocks = [row * self._width + lane + place for place in (0, 28)]
-        missing = int(blocks[1].max(initial=0)) + 1 - parameters.shape[-1]
-        if missing > 0:
-            padding = [(0, 0, 0)] * (parameters.ndim - 1) + [(0, missing, 0)]
-            parameters = lax.pad(parameters, jnp.uint32(0), padding)
-        first, last = (jnp.take(parameters, b, axis=-1) for b in blocks)
+            per_block = max(1, self.block_size // TILE)
+            of_tile = max(1, TILE // self.block_size)
+            missing = -(-tiles // per_block) * of_tile - count
+            padding = [(0, 0, 0)] * len(batch) + [(0, missing, 0)]
+            padded = lax.pad(parameters, jnp.uint32(0), padding)
+            grid = padded.reshape(*batch, -1, 1, groups, of_tile)
+            last = of_tile * 7 // 8
+            found = [lax.slice_in_dim(grid, n, n + 1, axis=-1) for n in (0, last)]
+        first, last = (self._repeat(x[..., 0], per_block, tiles) for x in found)
         return first, last
+
+    def _repeat(self, blocks: Array, times: int, tiles: int) -> Array:
+        """Gives each of the tiles below one another what belongs to their block."""
+        *batch, count, _, groups = blocks.shape
+        repeated = jnp.broadcast_to(blocks, (*batch, count, times, groups))
+        repeated = repeated.reshape(*batch, count * times * groups)
+        return lax.slice_in_dim(repeated, 0, tiles, axis=-1)
 
     @property
     def lane_groups(self) -> int:
