@@ -306,7 +306,7 @@ def is_reduction(primitive: str, num_elements: int, reduced_from: int) -> bool:
         num_elements: Its elements.
         reduced_from: Those of the largest operand.
     """
-    # A part is no statistic. A sixteenth takes the bytes of codes of 2 bits of the whole.
+    # A part is no statistic. A sixteenth takes as many bytes as the whole in 2 bits.
     counted = 2 * num_elements if takes_parts(primitive) else num_elements
     return is_cheap(primitive) and is_much_smaller(counted, reduced_from)
 
