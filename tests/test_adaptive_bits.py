@@ -12,6 +12,7 @@ from dafjax import _meet_target
 from dafjax._native import _cpu
 from dafjax.allocation import LADDER, Site, allocate, allocate_to_variance
 from dafjax.stores import Arrays, PagePool
+from tests.helpers import slow
 
 
 def relu_loss(params, x):
@@ -164,7 +165,7 @@ def test_a_budget_in_bytes_is_met(pool, example):
 
 @pytest.mark.parametrize(
     "target",
-    [dafjax.Budget("1MiB"), dafjax.AverageBits(8), dafjax.NoiseCeiling(1e-9)],
+    [dafjax.Budget("1MiB"), slow(dafjax.AverageBits(8)), dafjax.NoiseCeiling(1e-9)],
     ids=str,
 )
 def test_with_a_target_nothing_is_evicted(pool, key, target):

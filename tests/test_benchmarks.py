@@ -341,6 +341,7 @@ def make_hoarding_step(num_hoarded):
     return compiled, take_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_hoarded", [0, 2])
 def test_resident_memory_sees_what_a_step_allocates(num_hoarded):
     # In a process of its own: of what others have freed this one may keep some.
@@ -602,6 +603,7 @@ def tiny_network(monkeypatch):
     monkeypatch.setitem(small_networks._MAKERS, "gpt2", make)
 
 
+@pytest.mark.slow
 def test_budgets_are_obeyed_in_one_program(tmp_path, tiny_network):
     out = tmp_path / "out.json"
     pool_budget.main(

@@ -24,7 +24,13 @@ from tests.compositions import (
     export_allowed,
     loss,
 )
-from tests.helpers import persistent_cache, relative_error, run_python, temp_nbytes
+from tests.helpers import (
+    persistent_cache,
+    relative_error,
+    run_python,
+    slow,
+    temp_nbytes,
+)
 
 
 EAGER_POLICY = CompressExpensive(min_nbytes=0)
@@ -127,6 +133,13 @@ def temp_ratio(composition):
         return needed / nbytes(plain(nothing))
 
 
+# Their memory is checked with every change.
+_OF_EACH_KIND = (
+    *("jit", "vmap over examples", "in cond", "in while", "in scan", "nested"),
+    *("in jax.checkpoint", "of micro-batches", "bfloat16", "float64"),
+)
+
+
 class TestEveryComposition:
     """What `tests/compositions.py` lists."""
 
@@ -139,7 +152,12 @@ class TestEveryComposition:
         assert traces == composition.traces <= traces_of_checkpoint
 
     @pytest.mark.parametrize(
-        "name", [name for name, c in COMPOSITIONS.items() if c.temp is not None]
+        "name",
+        [
+            name if name in _OF_EACH_KIND else slow(name)
+            for name, c in COMPOSITIONS.items()
+            if c.temp is not None
+        ],
     )
     def test_memory(self, name):
         composition = COMPOSITIONS[name]

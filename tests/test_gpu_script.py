@@ -31,6 +31,7 @@ def _run(*arguments, root=ROOT, python=sys.executable, **environment):
     )
 
 
+@pytest.mark.slow
 def test_the_script_runs_dry(tmp_path):
     out = tmp_path / "gpu.json"
     done = _run("--dry", "--out", str(out))

@@ -394,6 +394,7 @@ def dense_step(wrap):
     return compiled, functools.partial(compiled, params, x)
 
 
+@pytest.mark.slow
 def test_resident_memory_is_what_the_compiled_program_says():
     plain, compressed = (
         peak_rss_in_fresh_process(dense_step, wrap)
