@@ -27,8 +27,8 @@ from dafjax._trace.primitives import (
 from dafjax._trace.residuals import Program
 
 
-# So many elements together have hardly the noise of one. (Of a norm over 48 channels, one
-# of them larger than the others, the mean of 16 gradients was off by 0.9 of the norm.)
+# So many elements together have hardly the noise of one. (Of a norm over 48 channels,
+# one of them large, the mean of 16 gradients was off by 0.9 of the norm.)
 _MANY = 64
 
 
