@@ -17,6 +17,7 @@ from dafjax._adaptive_jit import measure_variances
 from dafjax._bits import AnyBits
 from dafjax._bits_in_force import AS_PLANNED, putting_in_force
 from dafjax._nbytes import parse_nbytes, readable
+from dafjax._numbers import as_count
 from dafjax._plan.recorder import record_plans
 from dafjax._plan.sites import place_of, site_names
 from dafjax._remat_compress import remat_compress
@@ -197,7 +198,8 @@ def assess(
 
     Raises:
         TypeError: An option has a wrong type.
-        ValueError: `seeds` is less than 2, or no part of the batch fits.
+        ValueError: `seeds` is less than 2, `rounds` is less than 1, or no part of the
+            batch fits.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
@@ -209,11 +211,9 @@ def assess(
         >>> found.settings[0].noise(50) < found.settings[1].noise(50) < 1
         True
     """
-    if seeds < 2:
-        raise ValueError(
-            f"`assess(seeds=...)` must be at least 2 to tell noise from bias, but got "
-            f"{seeds}."
-        )
+    remedy = "One seed does not tell noise from bias."
+    seeds = as_count("assess(seeds=...)", seeds, least=2, remedy=remedy)
+    rounds = as_count("assess(rounds=...)", rounds, least=1)
     plain, batch, num_examples = _fitting(loss, params, batch, has_aux, memory)
     exact = _leaves(plain(params, *batch))
     compiled = {}
@@ -232,11 +232,9 @@ def assess(
     residuals = _noisiest(loss, weights, params, batch, has_aux, options)
     if noisy:
         worst = [f"{r.name} ({r.source})" for r in residuals[:3] if r.share > 0.1]
-        warnings.warn(
-            f"`assess`: {_describe_noisy(noisy)} Most noise comes from "
-            f"{', '.join(worst)}.",
-            stacklevel=2,
-        )
+        # Of a page pool and of `rematerialize` residuals are not told apart.
+        origin = f" Most noise comes from {', '.join(worst)}." if worst else ""
+        warnings.warn(f"`assess`: {_describe_noisy(noisy)}{origin}", stacklevel=2)
     settings = tuple(
         Setting(
             bits=name,
