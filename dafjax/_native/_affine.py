@@ -49,7 +49,7 @@ def pack_affine(
         block_size: Elements that share a scale: 64, 128, 256, 512 or 1024.
         stochastic: Whether codes are rounded at random, without bias, or to nearest.
         dithered: Whether the noise of stochastic rounding is subtracted by
-            `unpack_affine`, which then has half the error: section 3.
+            `unpack_affine`, which halves the variance of the error: section 3.
         columns: The columns of a row, a divisor of `n`; 0 for blocks of consecutive
             elements.
 

@@ -31,12 +31,17 @@ def noise_words(seed: Array, checksum: Array) -> Array:
 
     Args:
         seed: uint32 scalar, or `[*batch]`.
-        checksum: uint32 `[*batch, tiles]`, see `checksums`.
+        checksum: uint32 `[*batch, tiles]`, see `checksums` and
+            `checksums_of_codes`.
 
     Returns:
         uint32 `[*batch, tiles, 16 rows, 32 lanes]`, values below 2^16.
     """
-    key = tile_keys(seed, checksum)
+    tile = lax.broadcasted_iota(jnp.uint32, checksum.shape, checksum.ndim - 1)
+    stream = _mix(seed + jnp.uint32(_GOLDEN_RATIO))
+    if stream.ndim > 0:
+        stream = stream[..., None]
+    key = _mix(_mix(stream ^ tile) + checksum)
 
     # Two lanes share a draw of 32 bits: the low half serves the even one.
     pairs = (*checksum.shape, LANES // 2)
@@ -48,23 +53,6 @@ def noise_words(seed: Array, checksum: Array) -> Array:
     )
     powers = _POWERS.reshape((1,) * checksum.ndim + (ROWS, 1))
     return (first * powers) & jnp.uint32(0xFFFF)
-
-
-def tile_keys(seed: Array, checksum: Array) -> Array:
-    """Computes the key of every tile, from which its noise is drawn.
-
-    Args:
-        seed: uint32 scalar, or `[*batch]`.
-        checksum: uint32 `[*batch, tiles]`, see `checksums` and `checksums_of_codes`.
-
-    Returns:
-        uint32 `[*batch, tiles]`.
-    """
-    tile = lax.broadcasted_iota(jnp.uint32, checksum.shape, checksum.ndim - 1)
-    stream = _mix(seed + jnp.uint32(_GOLDEN_RATIO))
-    if stream.ndim > 0:
-        stream = stream[..., None]
-    return _mix(_mix(stream ^ tile) + checksum)
 
 
 def checksums_of_codes(first: Array, last: Array) -> Array:

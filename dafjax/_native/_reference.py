@@ -124,7 +124,7 @@ def encode_padded(
     fraction_bits = fraction_bits.astype(jnp.uint32)[..., None]
     sign = flagged.astype(jnp.uint32) << jnp.uint32(31)
     scale = fb.from_bits(fb.to_bits(scale) | sign)
-    if stochastic or dithered:
+    if stochastic:
         if dithered:
             of_tiles = blocks.of_tiles(_joined(scale, minimum), tiles.shape[-3])
             checksum = checksums_of_codes(*of_tiles)
