@@ -16,7 +16,6 @@ import scipy.sparse
 import scipy.sparse.csgraph
 
 from dafjax._trace.graph import live_equations
-from dafjax._trace.primitives import is_cheap, is_continuous
 from dafjax._trace.residuals import Program
 from dafjax.codecs import Affine, Bitmask
 
@@ -41,14 +40,14 @@ def minimum_cut_nbytes(program: Program, codec: Affine, *, min_nbytes: int) -> i
     capacities: dict[tuple[int, int], int] = {}
     known = set(range(program.num_arguments))
     for eqn in live_equations(program.forward, residuals):
-        if is_cheap(eqn.primitive) and known.issuperset(eqn.input_values):
+        if eqn.rule.is_cheap and known.issuperset(eqn.input_values):
             known.update(eqn.outputs)
             continue
         for value in eqn.outputs:
             capacities[2 * value, 2 * value + 1] = _capacity(
                 program, value, codec, min_nbytes
             )
-            if is_continuous(eqn.primitive):
+            if eqn.is_tame:
                 for operand in set(eqn.input_values) - known:
                     capacities[2 * operand + 1, 2 * value] = _INFINITE
             else:

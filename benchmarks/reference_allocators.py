@@ -17,14 +17,7 @@ import scipy.optimize
 
 from benchmarks.importance import Gradient
 from dafjax._plan.plan import ProgramPlan
-from dafjax._trace.equation import Equation, values_of
-from dafjax._trace.primitives import (
-    adds_operands,
-    is_product,
-    joins_parts,
-    keeps_elements,
-    takes_parts,
-)
+from dafjax._trace.equation import values_of
 from dafjax.allocation import LADDER, distortion
 from dafjax.codecs import Affine
 
@@ -60,7 +53,7 @@ def actnn_sensitivities(gradient: Gradient) -> dict[int, float]:
         for eqn in backward:
             cotangents = [v for v in eqn.input_values if v in made]
             others = [v for v in eqn.input_values if v not in made]
-            if not (is_product(eqn.primitive) and cotangents and others):
+            if not (eqn.rule.is_product and cotangents and others):
                 continue
             site = _last_source(others[0], plan, sources)
             if eqn.outputs[0] not in weights or site is None:
@@ -80,16 +73,9 @@ def _gradients_of_weights(plan: ProgramPlan, made: set[int]) -> set[int]:
     """Returns the results of products that become gradients as they are."""
     gradients = set(values_of(plan.program.gradients))
     for eqn in reversed(plan.program.backward):
-        if eqn.outputs[0] in gradients and _moves(eqn):
+        if eqn.outputs[0] in gradients and eqn.rule.adds_or_moves:
             gradients.update(v for v in eqn.input_values if v in made)
     return gradients
-
-
-def _moves(eqn: Equation) -> bool:
-    return any(
-        rule(eqn.primitive)
-        for rule in (keeps_elements, takes_parts, joins_parts, adds_operands)
-    )
 
 
 def _last_source(value: int, plan: ProgramPlan, sources: set[int]) -> int | None:

@@ -13,13 +13,7 @@ from jax import checkpoint_policies
 from dafjax._bits import matches
 from dafjax._numbers import as_count
 from dafjax._trace.operation import Answer, Operation as Operation, read_answer
-from dafjax._trace.primitives import (
-    is_amplifying,
-    is_cheap,
-    is_continuous,
-    is_product,
-    is_reduction,
-)
+from dafjax._trace.rules import rule_of
 from dafjax.codecs import AbstractCodec, Bitmask
 
 
@@ -263,7 +257,8 @@ class CompressExpensive(AbstractPolicy):
         # most 1: with the exact one a large error of an exponent is a huge one.
         if residual.amplified and self._is_continuous(residual):
             return Recompute()
-        cheap = is_cheap(residual.primitive)
+        rule = rule_of(residual.primitive)
+        cheap = rule.is_cheap
         if self._is_small(residual):
             # Of what is as small and as exact, as a view or an inverse of a statistic.
             follows = residual.sources == 0 and (
@@ -274,9 +269,7 @@ class CompressExpensive(AbstractPolicy):
             if cheap and residual.sources == 0:
                 return Recompute()
             return Compress(Bitmask()) if residual.dtype == jnp.bool_ else Save()
-        if is_reduction(
-            residual.primitive, residual.num_elements, residual.reduced_from
-        ):
+        if rule.is_reduction(residual.num_elements, residual.reduced_from):
             return Save()
         if self._expands(residual):
             return Recompute()
@@ -288,15 +281,16 @@ class CompressExpensive(AbstractPolicy):
 
     def _is_continuous(self, residual: Residual) -> bool:
         is_complex = jnp.issubdtype(residual.dtype, jnp.complexfloating)
-        return is_continuous(residual.primitive, is_complex=is_complex)
+        return rule_of(residual.primitive).is_tame(is_complex=is_complex)
 
     def _is_small(self, residual: Residual) -> bool:
         return residual.nbytes * residual.copies <= self.min_nbytes
 
     def _expands(self, residual: Residual) -> bool:
+        rule = rule_of(residual.primitive)
         computable = (
-            is_continuous(residual.primitive)
-            or is_amplifying(residual.primitive)
+            rule.is_tame()
+            or rule.is_amplifying()
             or (0 < residual.contracted <= _MOST_CONTRACTED and not residual.multiplied)
         )
         return (
@@ -348,7 +342,7 @@ class CompressDots(AbstractPolicy):
         _check_codec(self)
 
     def __call__(self, residual: Residual) -> Decision:
-        if residual.known or not is_product(residual.primitive):
+        if residual.known or not rule_of(residual.primitive).is_product:
             return Recompute()
         return Compress(self.codec) if residual.is_floating else Save()
 

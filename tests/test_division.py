@@ -18,7 +18,6 @@ from dafjax._schedule.stretches import stretches_of
 from dafjax._trace.by_rows import evaluate_on_rows, rows_read, rows_summed
 from dafjax._trace.convolution_in_loop import convolve_in_loop
 from dafjax._trace.equation import Equation, call_equation
-from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import CompressDots, CompressExpensive, CompressNames
@@ -288,7 +287,7 @@ class TestDivision:
                 piece
                 for loop in d.loops
                 for piece in (*loop.by_rows, *loop.sums)
-                if isinstance(piece, Equation) and not is_cheap(piece.primitive)
+                if isinstance(piece, Equation) and not piece.rule.is_cheap
             ]
             assert len(products) == len(set(products))
 

@@ -9,7 +9,6 @@ from dafjax._plan.planner import make_plan
 from dafjax._schedule.product_order import order_products
 from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.stored import codecs_in, parts_apart, parts_in
-from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
 from dafjax.stores import Arrays
@@ -74,9 +73,7 @@ def convolutions(key):
 def products(equations, program):
     """Returns the sizes of what expensive equations make, in their order."""
     return [
-        program.avals[eqn.outputs[0]].size
-        for eqn in equations
-        if not is_cheap(eqn.primitive)
+        program.avals[eqn.outputs[0]].size for eqn in equations if not eqn.rule.is_cheap
     ]
 
 

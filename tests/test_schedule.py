@@ -12,7 +12,6 @@ from dafjax._schedule import schedule
 from dafjax._schedule.schedule import _Builder
 from dafjax._schedule.steps import Unpacking, written
 from dafjax._trace.equation import call_equation, evaluate
-from dafjax._trace.primitives import is_cheap, is_product
 from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
 from tests import networks
@@ -49,7 +48,7 @@ def test_every_equation_has_one_step_and_the_gradients_the_last(plan):
 
 def test_a_stretch_begins_before_every_expensive_equation(plan):
     for step in scheduled(plan):
-        if step.equation is not None and not is_cheap(step.equation.primitive):
+        if step.equation is not None and not step.equation.rule.is_cheap:
             assert step.begins
 
 
@@ -147,9 +146,9 @@ def test_a_stretch_only_waits_for_what_products_gave(plan):
     made_by = {v: s.equation for s in steps if s.equation for v in s.equation.outputs}
     awaited = {v for step in steps for v in step.awaited}
     assert awaited
-    assert not any(is_cheap(made_by[v].primitive) for v in awaited)
+    assert not any(made_by[v].rule.is_cheap for v in awaited)
     through = {v for step in steps for v in step.cotangents} - awaited
-    assert all(is_cheap(made_by[v].primitive) for v in through if v in made_by)
+    assert all(made_by[v].rule.is_cheap for v in through if v in made_by)
     assert through & made_by.keys()
 
 
@@ -173,7 +172,7 @@ def waiting_sources(plan):
     """Returns residuals unpacked for a product that reads others, and read later."""
     found = set()
     for first, *others in stretches(scheduled(plan)):
-        if first.equation is None or is_cheap(first.equation.primitive):
+        if first.equation is None or first.equation.rule.is_cheap:
             continue
         waiting = {v for v in first.unpacked if plan.program.nbytes(v) > 16 * 1024}
         waiting.difference_update(first.equation.input_values)
@@ -224,7 +223,7 @@ def test_what_products_read_is_written_and_nothing_else(plan):
     for step in scheduled(plan):
         if step.equation is None:
             continue
-        multiplies = is_product(step.equation.primitive)
+        multiplies = step.equation.rule.is_product
         read = set(step.equation.input_values) if multiplies else set()
         assert written((*step.restored, step.equation)) == read
         seen.add(multiplies)
@@ -232,7 +231,7 @@ def test_what_products_read_is_written_and_nothing_else(plan):
 
 
 def test_a_call_of_a_product_is_not_fused(plan):
-    product = next(e for e in plan.program.forward if is_product(e.primitive))
+    product = next(e for e in plan.program.forward if e.rule.is_product)
 
     def call(x, w):
         return jnp.sin(evaluate(product, (x, w))[0])

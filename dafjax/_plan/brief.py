@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from dafjax._plan.plan import ProgramPlan
 from dafjax._trace.equation import values_of
 from dafjax._trace.graph import live_equations
-from dafjax._trace.primitives import is_cheap
 from dafjax._trace.tracing import largest_nbytes
 
 
@@ -42,7 +41,7 @@ def find_brief(plan: ProgramPlan) -> frozenset[int]:
     forward = live_equations(
         program.forward, (*results, *(item.value for item in plan.kept))
     )
-    expensive = (eqn for eqn in forward if not is_cheap(eqn.primitive))
+    expensive = (eqn for eqn in forward if not eqn.rule.is_cheap)
     # What is cheap, or in a loop, may never be there as a whole.
     largest = max(
         (program.nbytes(v) for eqn in expensive for v in eqn.outputs), default=0

@@ -12,8 +12,8 @@ whose last axis is no channel, they are worse by 8 dB and more
 from collections.abc import Container
 
 from dafjax._trace.equation import Equation
-from dafjax._trace.primitives import is_cheap, keeps_last_axis
 from dafjax._trace.residuals import Program
+from dafjax._trace.rules import Elements, Error
 
 
 def find_channels(program: Program, activations: Container[int]) -> frozenset[int]:
@@ -28,11 +28,11 @@ def find_channels(program: Program, activations: Container[int]) -> frozenset[in
     # What follows cheaply from other arguments: weights, and the data of a first layer.
     given = set(range(program.num_arguments)) - found
     for eqn in program.forward:
-        if is_cheap(eqn.primitive) and given.issuperset(eqn.input_values):
+        if eqn.rule.is_cheap and given.issuperset(eqn.input_values):
             given.update(eqn.outputs)
         if _is_product_with(eqn, given):
             found.update(eqn.outputs)
-        elif keeps_last_axis(eqn.primitive):
+        elif _keeps_channels(eqn):
             shapes = {program.avals[v].shape for v in eqn.outputs}
             found.update(
                 v
@@ -41,6 +41,12 @@ def find_channels(program: Program, activations: Container[int]) -> frozenset[in
                 if operand in found and {program.avals[operand].shape} == shapes
             )
     return frozenset(found)
+
+
+def _keeps_channels(eqn: Equation) -> bool:
+    """Returns whether a result of the operands' shape has the operands' channels."""
+    is_continuous = eqn.rule.is_elementwise and eqn.rule.error <= Error.CONTINUOUS
+    return is_continuous or Elements.PLACED in eqn.rule.elements
 
 
 def _is_product_with(eqn: Equation, given: Container[int]) -> bool:

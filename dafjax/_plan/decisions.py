@@ -12,17 +12,8 @@ from dafjax._plan.steering import find_steering
 from dafjax._trace.equation import Equation
 from dafjax._trace.graph import live_equations, names_of_user
 from dafjax._trace.operation import Operation, naming, operation_of
-from dafjax._trace.primitives import (
-    compares_equality,
-    draws,
-    is_amplifying,
-    is_cheap,
-    is_product,
-    keeps_elements,
-    needs_exact_operands,
-    takes_parts,
-)
 from dafjax._trace.residuals import Program
+from dafjax._trace.rules import Cost, Error
 from dafjax._trace.tracing import names_of_place
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import (
@@ -60,7 +51,7 @@ def decide(
     # What follows from keys, by drawing and by cheap operations alone.
     drawn: set[int] = set()
     most_products = max(
-        (e.num_products for e in program.forward if is_product(e.primitive)), default=1
+        (e.num_products for e in program.forward if e.rule.is_product), default=1
     )
 
     def cost_of_draw(value: int) -> float:
@@ -78,7 +69,7 @@ def decide(
     exact = {
         value
         for eqn in program.backward
-        if needs_exact_operands(eqn.primitive)
+        if eqn.rule.error is Error.SEARCHES
         for value in eqn.input_values
     }
     # A code near 0 may stand for 0.
@@ -156,16 +147,16 @@ def decide(
         inputs = recomputation.input_values
         reached = frozenset().union(*(sources[v] for v in inputs))
         is_certain = all(known[v] or v in drawn for v in inputs)
-        all_known = is_cheap(eqn.primitive) and all(known[v] for v in inputs)
-        moves = keeps_elements(eqn.primitive) or takes_parts(eqn.primitive)
+        all_known = eqn.rule.is_cheap and all(known[v] for v in inputs)
+        moves = eqn.rule.keeps_magnitudes or eqn.rule.slices
         if moves and still.issuperset(inputs):
             still.update(eqn.outputs)
         # Values that are computed again can round otherwise, and are equal no longer.
-        flips = compares_equality(eqn.primitive) and any(
+        flips = eqn.rule.error is Error.FLIPS and any(
             v not in still and jnp.issubdtype(program.avals[v].dtype, jnp.inexact)
             for v in inputs
         )
-        can_draw = draws(eqn.primitive) or is_cheap(eqn.primitive)
+        can_draw = eqn.rule.cost is Cost.DRAW or eqn.rule.is_cheap
         if can_draw and is_certain and not all_known:
             drawn.update(eqn.outputs)
         amplifies = not amplified.isdisjoint(inputs)
@@ -194,10 +185,7 @@ def decide(
                 sources[value] = frozenset()
                 continue
             settle(value, residual, reached, has_effect=eqn.has_effect, flips=flips)
-            is_complex = jnp.issubdtype(program.avals[value].dtype, jnp.complexfloating)
-            amplifies_now = amplifies or is_amplifying(
-                eqn.primitive, is_complex=is_complex
-            )
+            amplifies_now = amplifies or eqn.is_amplifying
             if not reached or not isinstance(decisions[value], Recompute):
                 continue
             if amplifies_now:

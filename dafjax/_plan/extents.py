@@ -17,12 +17,6 @@ from typing import TypeAlias, final
 import numpy as np
 
 from dafjax._trace.equation import Equation
-from dafjax._trace.primitives import (
-    is_amplifying,
-    is_cheap,
-    is_continuous,
-    is_elementwise,
-)
 from dafjax._trace.residuals import Program
 
 
@@ -176,7 +170,7 @@ def _operands(
 ) -> list[tuple[int, Extent]]:
     """Returns the operands that carry the scales of an equation's result."""
     shape = program.avals[value].shape
-    if is_elementwise(eqn.primitive) or eqn.primitive in _ELEMENTWISE_CALLS:
+    if eqn.rule.is_elementwise:
         if eqn.primitive == "sub":
             first, second = eqn.operand_atoms
             centers = isinstance(second, int) and _is_mean(
@@ -194,15 +188,12 @@ def _operands(
     return [] if axes is None else [(operand, dataclasses.replace(extent, axes=axes))]
 
 
-_ELEMENTWISE_CALLS = frozenset(["one_minus_square", "select_rectified"])
-
-
 def _is_mean(
     program: Program, producers: Mapping[int, Equation], value: int, extent: Extent
 ) -> bool:
     """Returns whether a value, broadcast or not, has one number for each extent."""
     eqn = producers.get(value)
-    while eqn is not None and is_cheap(eqn.primitive) and eqn.primitive != "reduce_sum":
+    while eqn is not None and eqn.rule.is_cheap and eqn.primitive != "reduce_sum":
         eqn = producers.get(eqn.input_values[0]) if eqn.input_values else None
     if eqn is None or eqn.primitive != "reduce_sum":
         return False
@@ -225,7 +216,7 @@ def _statistics_that_divide(
     # How few elements each value is made of.
     sizes = {v: math.prod(aval.shape) for v, aval in enumerate(program.avals)}
     for eqn in program.forward:
-        if eqn.primitive in _SPREADING or is_elementwise(eqn.primitive):
+        if eqn.primitive in _SPREADING or eqn.rule.is_elementwise:
             of = max((sizes[v] for v in eqn.input_values), default=0)
             sizes.update((v, min(of, sizes[v])) for v in eqn.outputs)
 
@@ -238,7 +229,7 @@ def _statistics_that_divide(
             for eqn in readers.get(value, ()):
                 divides |= eqn.primitive in _INVERTING or eqn.divisor == value
                 small = all(sizes[v] <= size for v in eqn.input_values)
-                follows = is_continuous(eqn.primitive) or is_amplifying(eqn.primitive)
+                follows = eqn.is_tame or eqn.is_amplifying
                 if follows and small:
                     stack.extend(v for v in eqn.outputs if v not in seen)
                     seen.update(eqn.outputs)

@@ -16,15 +16,8 @@ from typing import final
 
 from dafjax._bits import Use
 from dafjax._trace.equation import Atom, Equation
-from dafjax._trace.primitives import (
-    is_amplifying,
-    is_product,
-    is_smooth,
-    linear_operands,
-    sums_codes,
-    takes_parts,
-)
 from dafjax._trace.residuals import Program
+from dafjax._trace.rules import Combines, Error
 
 
 # So many elements together have hardly the noise of one. (Of a norm over 48 channels,
@@ -45,9 +38,9 @@ def find_uses(
     follower = _Follower(inexact)
     for eqn in dict.fromkeys(recomputed[value] for value in sorted(recomputed)):
         # What sums many has hardly any noise.
-        noise = _NO_NOISE if sums_codes(eqn.primitive) else follower.read(eqn)
+        noise = _NO_NOISE if eqn.primitive == "sum_of_codes" else follower.read(eqn)
         values = [value for value in eqn.outputs if value in recomputed]
-        if takes_parts(eqn.primitive):
+        if eqn.rule.slices:
             follower.noise.update((value, noise.of_part(value)) for value in values)
         else:
             follower.noise.update((value, noise) for value in values)
@@ -56,7 +49,7 @@ def find_uses(
         noise = follower.read(eqn, cotangents)
         cotangents.update(eqn.outputs)
         # A product with weights mixes the noise of many elements, as a sum does.
-        if not is_product(eqn.primitive):
+        if not eqn.rule.is_product:
             size = max(eqn.operand_sizes, default=0)
             for value in eqn.outputs:
                 if program.avals[value].size * _MANY > size:
@@ -122,12 +115,12 @@ class _Follower:
         """
         atoms = eqn.operand_atoms
         operands = self._noise_of(atoms)
-        linear = linear_operands(eqn.primitive, len(operands))
-        multiplies = eqn.primitive == "mul" or is_product(eqn.primitive)
+        linear = eqn.rule.linear_in.of(len(operands))
+        multiplies = eqn.rule.combines is Combines.MULTIPLY
         use = Use.NONLINEAR
-        if is_amplifying(eqn.primitive):
+        if eqn.is_amplifying:
             use = Use.AMPLIFIED
-        elif is_smooth(eqn.primitive) and eqn.divisor is None:
+        elif eqn.error is Error.SMOOTH:
             use = Use.SMOOTH
         together = _NO_NOISE
         for number, found in enumerate(operands):

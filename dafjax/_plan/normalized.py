@@ -23,7 +23,6 @@ from jax import lax
 
 from dafjax._plan.extents import Extent
 from dafjax._trace.equation import Equation, call_equation
-from dafjax._trace.primitives import saturation_limit
 from dafjax._trace.residuals import Program
 from dafjax.codecs import Affine
 from dafjax.policies import CODED_DTYPES
@@ -91,7 +90,7 @@ def with_copies(
     limited = [v for v, form in forms.items() if form.limit < math.inf]
     cut_off = {v: copies[v].copies[0] for v in limited}
     for eqn in program.forward:
-        if saturation_limit(eqn.primitive) < math.inf:
+        if eqn.rule.limit < math.inf:
             inputs = tuple(
                 cut_off.get(a, a) if isinstance(a, int) else a for a in eqn.inputs
             )

@@ -8,7 +8,6 @@ where elements are spread over the range.
 
 import jax.numpy as jnp
 
-from dafjax._trace.primitives import is_one_sided
 from dafjax._trace.residuals import Program
 
 
@@ -25,6 +24,6 @@ def find_one_sided(program: Program) -> frozenset[int]:
         # Scalars are factors and the like.
         operands = [v for v in eqn.input_values if program.avals[v].size > 1]
         all_are = bool(operands) and all(map(is_at_an_end, operands))
-        if is_one_sided(eqn.primitive, all_are):
+        if eqn.rule.ends_given(all_are):
             found.update(eqn.outputs)
     return frozenset(found)

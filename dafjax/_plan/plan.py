@@ -8,7 +8,6 @@ from typing import Any, final
 import jax
 
 from dafjax._trace.equation import Equation
-from dafjax._trace.primitives import converts, is_product
 from dafjax._trace.residuals import Program
 from dafjax.codecs import AbstractCodec
 
@@ -127,7 +126,7 @@ class ProgramPlan:
                 readers[value].append(eqn)
         found: set[int] = set()
         for weight in self.whole_weights:
-            if all(converts(eqn.primitive) for eqn in readers[weight]):
+            if all(eqn.rule.converts for eqn in readers[weight]):
                 found.update(v for eqn in readers[weight] for v in eqn.outputs)
             else:
                 found.add(weight)
@@ -135,7 +134,7 @@ class ProgramPlan:
         def is_only_turned(value: int) -> bool:
             return all(
                 eqn.primitive == "transpose"
-                and all(is_product(e.primitive) for e in readers[eqn.outputs[0]])
+                and all(e.rule.is_product for e in readers[eqn.outputs[0]])
                 for eqn in readers[value]
             )
 

@@ -32,11 +32,6 @@ from dafjax._plan.spare_bits import with_spare_bits
 from dafjax._trace.bodies import reads_packed
 from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.graph import live_equations
-from dafjax._trace.primitives import (
-    keeps_elements,
-    saturation_limit,
-    takes_parts,
-)
 from dafjax._trace.residuals import Program
 from dafjax._trace.tracing import names_of_place
 from dafjax.codecs import AbstractCodec, Affine, Bitmask
@@ -241,7 +236,7 @@ def _parts_read(
     for result, eqn in recomputed.items():
         if value not in eqn.input_values:
             continue
-        moves = keeps_elements(eqn.primitive) or takes_parts(eqn.primitive)
+        moves = eqn.rule.keeps_magnitudes or eqn.rule.slices
         if not moves or len(eqn.input_values) != 1:
             return {value}
         found |= _parts_read(program, result, recomputed, residuals)
@@ -303,7 +298,7 @@ def _find_forms(
     phases = {v for e in program.forward if e.primitive == "phase" for v in e.outputs}
     limits: dict[int, float] = {}
     for eqn in dict.fromkeys(readers):
-        limit = saturation_limit(eqn.primitive)
+        limit = eqn.rule.limit
         limits.update((v, max(limit, limits.get(v, 0))) for v in eqn.input_values)
     limits.update(dict.fromkeys(values_of(program.gradients), math.inf))
     found = {}

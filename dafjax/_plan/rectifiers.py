@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dafjax._trace.equation import Atom, Constant, Equation, call_equation
-from dafjax._trace.primitives import keeps_values
 from dafjax._trace.residuals import Program
 
 
@@ -114,7 +113,7 @@ def _find_zeros(program: Program) -> frozenset[int]:
     """Returns the values that are 0 in all elements, because a literal is."""
     zeros: set[int] = set()
     for eqn in program.forward:
-        if keeps_values(eqn.primitive) and all(
+        if eqn.rule.keeps_values and all(
             _is_zero(atom, zeros) for atom in eqn.operand_atoms
         ):
             zeros.update(eqn.outputs)

@@ -24,7 +24,6 @@ from dafjax._trace.equation import (
     values_of,
 )
 from dafjax._trace.graph import Graph, flatten, live_equations
-from dafjax._trace.primitives import is_amplifying, is_cheap, is_reduction
 from dafjax._trace.residuals import trace_like
 from dafjax._trace.tracing import ClosedJaxpr
 
@@ -161,18 +160,18 @@ def _reductions(
     for eqn in equations:
         reduced_from = max(eqn.operand_sizes, default=0)
         read = set(filter(varies, eqn.input_values))
-        follows = is_cheap(eqn.primitive) and bool(read) and read <= found
+        follows = eqn.rule.is_cheap and bool(read) and read <= found
         found.update(
             v
             for v in eqn.outputs
-            if follows or is_reduction(eqn.primitive, graph.avals[v].size, reduced_from)
+            if follows or eqn.rule.is_reduction(graph.avals[v].size, reduced_from)
         )
     return found
 
 
 def _effort(graph: Graph, equation: Equation) -> int:
     """Returns the elements that a plan would keep of an equation, at most."""
-    if is_cheap(equation.primitive) and not is_amplifying(equation.primitive):
+    if equation.rule.is_cheap and not equation.is_amplifying:
         return 0
     return sum(graph.avals[v].size for v in equation.outputs)
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from dafjax._trace.equation import Constant, Equation, call_equation
 from dafjax._trace.graph import live_equations
-from dafjax._trace.primitives import keeps_elements
 from dafjax._trace.residuals import Program
 
 
@@ -84,7 +83,7 @@ def _only_divides(value: int, equations: Iterable[Equation]) -> bool:
     for eqn in equations:
         if same.isdisjoint(eqn.input_values):
             continue
-        if keeps_elements(eqn.primitive) or eqn.primitive == "abs":
+        if eqn.rule.keeps_magnitudes or eqn.primitive == "abs":
             same.update(eqn.outputs)
         elif not (_divides_by(eqn, same) or _compares_with_zero(eqn)):
             return False

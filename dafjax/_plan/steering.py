@@ -8,8 +8,8 @@ code, the product has the noise squared, whose mean is not 0: a biased gradient.
 """
 
 from dafjax._trace.equation import Equation
-from dafjax._trace.primitives import is_cheap, is_continuous, is_much_smaller
 from dafjax._trace.residuals import Program
+from dafjax._trace.rules import is_much_smaller
 
 
 def find_steering(program: Program) -> frozenset[int]:
@@ -35,7 +35,7 @@ def find_steering(program: Program) -> frozenset[int]:
             carries.update(eqn.input_values)
     sizes = _sizes_before_broadcasting(program)
     for eqn in reversed(program.forward):
-        if is_continuous(eqn.primitive) and not steering.isdisjoint(eqn.outputs):
+        if eqn.is_tame and not steering.isdisjoint(eqn.outputs):
             size = sizes[eqn.outputs[0]]
             large = [v for v in eqn.input_values if not is_much_smaller(sizes[v], size)]
             # A sum of two steers itself: it is kept, and its operands need not be.
@@ -48,7 +48,7 @@ def _sizes_before_broadcasting(program: Program) -> dict[int, int]:
     """Returns the number of elements that each value is made of; 0 for arguments."""
     sizes = dict.fromkeys(range(program.num_arguments), 0)
     for eqn in program.forward:
-        if is_cheap(eqn.primitive):
+        if eqn.rule.is_cheap:
             made_of = max((sizes[v] for v in eqn.input_values), default=0)
         else:
             made_of = max((program.avals[v].size for v in eqn.outputs), default=0)

@@ -27,8 +27,8 @@ from dafjax._schedule.stretches import stretches_of
 from dafjax._schedule.ties import Ties
 from dafjax._schedule.values import Values
 from dafjax._trace.equation import Equation, evaluate, look_up
-from dafjax._trace.primitives import draws
 from dafjax._trace.residuals import Program
+from dafjax._trace.rules import Cost
 from dafjax._typing import ArrayTree
 from dafjax.codecs import AbstractCodec
 from dafjax.stores import AbstractStore
@@ -327,7 +327,7 @@ class _RunningBackward:
     def _compute(self, equation: Equation, at_hand: Mapping[int, Any]) -> None:
         if self._filled_late.isdisjoint(equation.outputs):
             operands = look_up(equation.inputs, at_hand)
-            if draws(equation.primitive):
+            if equation.rule.cost is Cost.DRAW:
                 # Else XLA draws once, in the forward pass, and keeps the numbers.
                 operands = [not_before(self._token, x) for x in operands]
             outputs = evaluate(equation, operands)

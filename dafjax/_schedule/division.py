@@ -19,7 +19,6 @@ from dafjax._schedule.rows import Rows
 from dafjax._schedule.steps import Division, Loop, Step, Unpacking
 from dafjax._trace.by_rows import rows_read, rows_summed
 from dafjax._trace.equation import Atom, Equation
-from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import Program
 
 
@@ -65,9 +64,7 @@ def divide(
     wanted = made.intersection(later)
     loops, rest = levels.loops(wanted, later, are_apart=parts.are_apart)
     runs = [p for loop in loops for p in (*loop.by_rows, *loop.sums)]
-    products = [
-        p for p in runs if isinstance(p, Equation) and not is_cheap(p.primitive)
-    ]
+    products = [p for p in runs if isinstance(p, Equation) and not p.rule.is_cheap]
     if not loops or len(products) > len(set(products)):
         return None
     # A sum is there twice while a part is added to it.

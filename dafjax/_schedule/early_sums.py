@@ -10,8 +10,8 @@ from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from dafjax._trace.equation import Equation
-from dafjax._trace.primitives import adds_operands, is_elementwise, is_reduction
 from dafjax._trace.residuals import Program
+from dafjax._trace.rules import Combines
 
 
 class Stage(NamedTuple):
@@ -56,8 +56,8 @@ def with_early_sums(
             eqn
             for eqn in readers[value]
             if reads_alone(eqn, value)
-            and not is_elementwise(eqn.primitive)
-            and is_reduction(eqn.primitive, elements(eqn.outputs), elements([value]))
+            and not eqn.rule.is_elementwise
+            and eqn.rule.is_reduction(elements(eqn.outputs), elements([value]))
         ]
 
     def are_summed(terms: Sequence[int]) -> bool:
@@ -68,7 +68,7 @@ def with_early_sums(
 
     def early(eqn: Equation) -> tuple[list[Equation], list[Equation]]:
         """Returns what makes terms of what is packed, and sums of it and of them."""
-        if not adds_operands(eqn.primitive):
+        if eqn.rule.combines is not Combines.ADD:
             return [], []
         (value,) = eqn.outputs
         if value not in packed or not program.is_large(value):
@@ -76,9 +76,7 @@ def with_early_sums(
         terms = [
             e
             for e in readers[value]
-            if reads_alone(e, value)
-            and is_elementwise(e.primitive)
-            and are_summed(e.outputs)
+            if reads_alone(e, value) and e.rule.is_elementwise and are_summed(e.outputs)
         ]
         summed = [value, *(v for e in terms for v in e.outputs)]
         return terms, [e for v in summed for e in sums_of(v)]

@@ -17,7 +17,6 @@ from dafjax._schedule.stored import MeasuredHandle
 from dafjax._schedule.ties import Ties
 from dafjax._trace.equation import Atom, Equation, evaluate, look_up, values_of
 from dafjax._trace.graph import live_equations
-from dafjax._trace.primitives import is_cheap, rearranges_operands
 from dafjax._typing import ArrayTree
 from dafjax.codecs import AbstractCodec
 from dafjax.codecs._rounding_noise import sample_rounding_noise
@@ -168,7 +167,7 @@ class _RunningForward:
     def run(self, now: int, stage: Stage) -> None:
         """Runs the equation of that number, and keeps what the plan keeps of it."""
         equation = stage.equation
-        if not is_cheap(equation.primitive):
+        if not equation.rule.is_cheap:
             # Arguments live on anyway, and a tie would copy them.
             self._tie_pending(filter(self._is_made, equation.input_values))
         if self._ties.forward:
@@ -268,7 +267,7 @@ def _read_late(plan: ProgramPlan, equation: Equation) -> Collection[Atom]:
     arguments that are copied before they are read: XLA:GPU would rearrange the weights
     of all convolutions at the start.
     """
-    if is_cheap(equation.primitive):
+    if equation.rule.is_cheap:
         return ()
     program = plan.program
     read = sum(program.nbytes(v) for v in equation.input_values)
@@ -276,7 +275,7 @@ def _read_late(plan: ProgramPlan, equation: Equation) -> Collection[Atom]:
     if read < _LITTLE_NBYTES < made:
         return equation.inputs
     late = set(plan.slices.intersection(equation.input_values))
-    if rearranges_operands(equation.primitive):
+    if equation.rule.is_copied_before:
         late.update(v for v in equation.input_values if v < program.num_arguments)
     return [v for v in late if program.is_large(v)]
 

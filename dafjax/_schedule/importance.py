@@ -42,13 +42,7 @@ from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.moments import Moments
 from dafjax._schedule.signals import Signals
 from dafjax._trace.equation import Equation, values_of
-from dafjax._trace.primitives import (
-    adds_operands,
-    is_product,
-    joins_parts,
-    keeps_elements,
-    takes_parts,
-)
+from dafjax._trace.rules import Combines
 
 
 # So many times smaller, a value is a statistic of what it is made of.
@@ -163,7 +157,7 @@ def _hand_on(
 
 
 def _is_sum_of_large(eqn: Equation, value: int, signals: Signals) -> bool:
-    if not adds_operands(eqn.primitive) or len(eqn.input_values) == 1:
+    if eqn.rule.combines is not Combines.ADD or len(eqn.input_values) == 1:
         return False
     sizes = map(signals.size, eqn.input_values)
     return all(size * _MANY >= signals.size(value) for size in sizes)
@@ -179,7 +173,7 @@ def _collect_costs(
     heard = _made_of_noise(plan, made, noisy)
     of_cotangents = _Costs(signals.energy)
     for eqn in reversed(program.backward):
-        if not _moves(eqn):
+        if not eqn.rule.adds_or_moves:
             for value in sorted(gradients.intersection(eqn.outputs)):
                 of_cotangents.add_of_unit(value, 1.0)
         results = [v for v in eqn.outputs if v in of_cotangents]
@@ -189,7 +183,7 @@ def _collect_costs(
         read = [] if eqn.selects else [v for v in others if v in noisy]
         if not results or not (wanted or read):
             continue
-        if is_product(eqn.primitive) and others:
+        if eqn.rule.is_product and others:
             # It has two operands; what is left are numbers of rows.
             cotangent, other = cotangents[0], others[0]
             cost = _product(float(eqn.num_products), of_cotangents.of_unit(results[0]))
@@ -235,9 +229,9 @@ def _add_of_cotangent(
         if factor is not None:
             costs.add_of_copy(value, result, factor * sizes[1] / max(sizes[0], 1))
             return
-        adds = adds_operands(eqn.primitive) and len(cotangents) > 1
-        reduces = sizes[0] > sizes[1] and not takes_parts(eqn.primitive)
-        if adds or joins_parts(eqn.primitive) or reduces:
+        adds = eqn.rule.combines is Combines.ADD and len(cotangents) > 1
+        reduces = sizes[0] > sizes[1] and not eqn.rule.slices
+        if adds or eqn.rule.joins or reduces:
             costs.add_of_unit(value, costs.of_unit(result))
             return
     costs.add_of_share(value, _total(map(costs.of_share, results)))
@@ -261,19 +255,9 @@ def _gradients(plan: ProgramPlan) -> set[int]:
     """Returns the values that become gradients without being multiplied any more."""
     gradients = set(values_of(plan.program.gradients))
     for eqn in reversed(plan.program.backward):
-        if _moves(eqn) and eqn.outputs[0] in gradients:
+        if eqn.rule.adds_or_moves and eqn.outputs[0] in gradients:
             gradients.update(eqn.input_values)
     return gradients
-
-
-def _moves(eqn: Equation) -> bool:
-    """Whether what an equation gives are elements of its operands, or sums of few."""
-    return (
-        keeps_elements(eqn.primitive)
-        or takes_parts(eqn.primitive)
-        or joins_parts(eqn.primitive)
-        or adds_operands(eqn.primitive)
-    )
 
 
 def _add(costs: MutableMapping[int, Any], value: int, cost: Any) -> None:

@@ -18,7 +18,6 @@ from typing import final
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._trace.equation import Equation, values_of
-from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import Program
 
 
@@ -93,7 +92,7 @@ class _Order:
         self.equations = list(equations)
         self._nbytes = program.nbytes
         self._place = {eqn: n for n, eqn in enumerate(equations)}
-        self._products = [eqn for eqn in equations if not is_cheap(eqn.primitive)]
+        self._products = [eqn for eqn in equations if not eqn.rule.is_cheap]
         self._gradients = frozenset(values_of(program.gradients))
         self._made = {v for eqn in equations for v in eqn.outputs} - self._gradients
         self._readers: dict[int, list[Equation]] = collections.defaultdict(list)
@@ -141,7 +140,7 @@ class _Order:
         if eqn.has_effect:
             return []
         between = self.equations[self._place[eqn] + 1 : end]
-        return [other for other in between if not is_cheap(other.primitive)]
+        return [other for other in between if not other.rule.is_cheap]
 
     def _waiting(self, eqn: Equation, end: int) -> int:
         """Returns the bytes that nothing but the equation would read at a place."""
@@ -161,7 +160,7 @@ class _Order:
 def _next_product(equations: Sequence[Equation], start: int) -> int:
     """Returns the number of the first expensive equation, of the end if none is."""
     numbers = range(start, len(equations))
-    products = (n for n in numbers if not is_cheap(equations[n].primitive))
+    products = (n for n in numbers if not equations[n].rule.is_cheap)
     return next(products, len(equations))
 
 

@@ -11,7 +11,6 @@ from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.not_before import not_before
 from dafjax._schedule.stored import MeasuredHandle, codecs_in
 from dafjax._schedule.ties import Ties
-from dafjax._trace.primitives import is_cheap, rearranges_operands
 from dafjax._trace.residuals import Program
 from dafjax._typing import ArrayTree
 from dafjax.stores import AbstractStore
@@ -73,7 +72,7 @@ def _small_or_rearranged(program: Program) -> set[int]:
     """
     found = {v for v in range(program.num_arguments) if not program.is_large(v)}
     for equation in program.forward:
-        if is_cheap(equation.primitive) or rearranges_operands(equation.primitive):
+        if equation.rule.is_cheap or equation.rule.is_copied_before:
             made = sum(program.nbytes(v) for v in equation.outputs)
             found.update(
                 v

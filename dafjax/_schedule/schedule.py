@@ -63,7 +63,6 @@ from dafjax._schedule.stretches import (
 )
 from dafjax._trace.equation import Atom, Equation, values_of
 from dafjax._trace.finishing import finishing_equations
-from dafjax._trace.primitives import is_cheap, rearranges_operands
 from dafjax._trace.residuals import Program
 
 
@@ -148,7 +147,7 @@ class _Builder:
     def add(self, now: int, equation: Equation | None, inputs: Iterable[int]) -> None:
         inputs = tuple(inputs)
         residuals = [v for v in inputs if v not in self._made]
-        expensive = equation is not None and not is_cheap(equation.primitive)
+        expensive = equation is not None and not equation.rule.is_cheap
         begins = self._can_begin(now, equation) and (
             (expensive and not self._reads_known(residuals))
             or (self._expensive_since_begin and self._next_unpacking(now) == now)
@@ -261,7 +260,7 @@ class _Builder:
         nbytes: list[int] = []
         for place in range(now, len(backward) + 1):
             eqn = backward[place] if place < len(backward) else None
-            if eqn is not None and not is_cheap(eqn.primitive):
+            if eqn is not None and not eqn.rule.is_cheap:
                 break
             alive = (v for v in fresh if self._last_use.get(v, -1) >= place)
             nbytes.append(sum(map(self._nbytes, alive)))
@@ -290,10 +289,10 @@ class _Builder:
             return False
         before = self._program.backward[now - 1]
         waited = large.difference(before.input_values)
-        if not waited or is_cheap(before.primitive):
+        if not waited or before.rule.is_cheap:
             return False
         stretch = itertools.takewhile(
-            lambda eqn: is_cheap(eqn.primitive),
+            lambda eqn: eqn.rule.is_cheap,
             itertools.islice(self._program.backward, now, None),
         )
         read = {v for eqn in stretch for v in eqn.input_values}
@@ -301,7 +300,7 @@ class _Builder:
 
     def _large_arguments(self, step: Step) -> tuple[int, ...]:
         readers = list(step.recomputed)
-        if step.equation is not None and rearranges_operands(step.equation.primitive):
+        if step.equation is not None and step.equation.rule.is_copied_before:
             readers.append(step.equation)
         read = {v for eqn in readers for v in eqn.whole_input_values}
         if step.equation is not None:

@@ -11,7 +11,6 @@ from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.moments import Moments
 from dafjax._trace.equation import Constant, Equation
 from dafjax._trace.finishing import finishing_equations
-from dafjax._trace.primitives import keeps_elements, multiplies_elements
 
 
 @final
@@ -52,7 +51,7 @@ class Signals:
         self._factors = {
             eqn.outputs[0]: eqn.input_values
             for eqn in program.backward
-            if multiplies_elements(eqn.primitive)
+            if eqn.primitive == "mul"
             and [self.size(v) for v in eqn.input_values]
             == 2 * [self.size(eqn.outputs[0])]
         }
@@ -103,7 +102,7 @@ class Signals:
         dtypes = (self._program.avals[v].dtype for v in values)
         if len(values) != 2 or not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
             return None
-        if keeps_elements(equation.primitive):
+        if equation.rule.keeps_magnitudes:
             return 1.0
         if equation.primitive not in ("mul", "div"):
             return None

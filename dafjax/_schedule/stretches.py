@@ -9,7 +9,6 @@ from dafjax._schedule.parts import Parts
 from dafjax._schedule.rows import Rows
 from dafjax._schedule.steps import Division, Step
 from dafjax._trace.equation import values_of
-from dafjax._trace.primitives import is_cheap
 
 
 def stretches_of(steps: Iterable[Step]) -> list[list[Step]]:
@@ -153,4 +152,4 @@ def _read_later(
 
 
 def _is_cheap(step: Step) -> bool:
-    return step.equation is None or is_cheap(step.equation.primitive)
+    return step.equation is None or step.equation.rule.is_cheap

@@ -28,7 +28,6 @@ from dafjax._trace.equation import (
     scan_arity,
 )
 from dafjax._trace.graph import Graph, flatten, names_of_user
-from dafjax._trace.primitives import is_cheap
 from dafjax._trace.residuals import trace_like
 from dafjax._trace.tracing import ClosedJaxpr, as_function, has_primitive
 
@@ -85,7 +84,7 @@ def alive_values(graph: Graph, activations: Sequence[int]) -> set[int]:
     """Returns the arguments that are kept alive, and what follows cheaply from them."""
     alive = set(range(graph.num_inputs)).difference(activations)
     for equation in graph.equations:
-        if is_cheap(equation.primitive) and alive.issuperset(equation.input_values):
+        if equation.rule.is_cheap and alive.issuperset(equation.input_values):
             alive.update(equation.outputs)
     return alive
 

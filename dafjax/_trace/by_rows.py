@@ -7,14 +7,14 @@ convolution does so too, of its images; and the gradient of its kernel is a sum 
 rows, which can be taken part by part.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.extend.core as jex_core
 
 from dafjax._trace.convolution_in_loop import convolve_in_loop
 from dafjax._trace.equation import Equation
-from dafjax._trace.primitives import is_elementwise
+from dafjax._trace.rules import rule_of
 from dafjax._trace.sums import summing_rows
 
 
@@ -38,7 +38,7 @@ def rows_summed(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
     that is not so.
     """
     (eqn,) = equation.jaxpr.eqns
-    sums = _SUMS_ROWS.get(eqn.primitive.name)
+    sums = rule_of(eqn.primitive.name).sums_rows
     if sums is None or not sums(eqn.params):
         return None
     if any(_shape(operand)[:1] != (num_rows,) for operand in eqn.invars):
@@ -101,7 +101,8 @@ def _reads_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> list[bool] | None:
         return [var in made for var in body.invars]
     name = eqn.primitive.name
     has_rows = [_shape(operand)[:1] == (num_rows,) for operand in eqn.invars]
-    keeps_rows = _KEEPS_ROWS_OF_FIRST.get(name)
+    rule = rule_of(name)
+    keeps_rows = rule.keeps_rows
     if keeps_rows is not None and keeps_rows(eqn.params):
         first, *others = has_rows
         return [first, *(False for _ in others)] if first else None
@@ -112,57 +113,12 @@ def _reads_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> list[bool] | None:
         return [True, True]
     num_axes = len(_shape(eqn.outvars[0]))
     aligned = all(len(_shape(operand)) in (0, num_axes) for operand in eqn.invars)
-    return has_rows if aligned and is_elementwise(name) else None
+    return has_rows if aligned and rule.is_elementwise else None
 
 
-_Params: TypeAlias = Mapping[str, Any]
-
-
-def _multiplies_rows(params: _Params) -> bool:
-    (contracted, _), (batch, _) = params["dimension_numbers"]
-    return not batch and 0 not in contracted
-
-
-def _multiplies_each(params: _Params) -> bool:
+def _multiplies_each(params: Mapping[str, Any]) -> bool:
     _, (batch, of_second) = params["dimension_numbers"]
     return batch[:1] == of_second[:1] == (0,)
-
-
-def _sums_products(params: _Params) -> bool:
-    contracted, _ = params["dimension_numbers"]
-    return (0, 0) in zip(*contracted, strict=True)
-
-
-def _convolves_each(params: _Params) -> bool:
-    numbers = params["dimension_numbers"]
-    keeps_images = numbers.lhs_spec[0] == numbers.out_spec[0] == 0
-    return keeps_images and params["batch_group_count"] == 1
-
-
-def _sums_convolutions(params: _Params) -> bool:
-    numbers = params["dimension_numbers"]
-    groups = params["batch_group_count"] * params["feature_group_count"]
-    return numbers.lhs_spec[1] == numbers.rhs_spec[1] == 0 and groups == 1
-
-
-# Whether each row of a result is made of that row of the first operand, and of all of
-# the others.
-_KEEPS_ROWS_OF_FIRST: Mapping[str, Callable[[_Params], bool]] = {
-    "conv_general_dilated": _convolves_each,
-    "dot_general": _multiplies_rows,
-    "reduce_max": lambda params: 0 not in params["axes"],
-    "reduce_sum": lambda params: 0 not in params["axes"],
-    "reshape": lambda params: params["dimensions"] is None,
-    "squeeze": lambda params: 0 not in params["dimensions"],
-    "transpose": lambda params: params["permutation"][0] == 0,
-}
-
-# Whether a result is a sum over the rows of all operands.
-_SUMS_ROWS: Mapping[str, Callable[[_Params], bool]] = {
-    "conv_general_dilated": _sums_convolutions,
-    "dot_general": _sums_products,
-    "reduce_sum": lambda params: 0 in params["axes"],
-}
 
 
 def _evaluate(

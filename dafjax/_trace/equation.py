@@ -17,7 +17,7 @@ from jax._src.effects import remat_allowed_effects
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
-from dafjax._trace.primitives import is_cheap, looks_up
+from dafjax._trace.rules import Error, OpRule, rule_of
 from dafjax._trace.sums import summing_rows
 
 
@@ -64,6 +64,37 @@ class Equation:
         if name == "integer_pow" and self.params["y"] == 1:
             return "copy"
         return self.params["name"] if name in _CALLS else name
+
+    @functools.cached_property
+    def rule(self) -> OpRule:
+        """What dafjax knows of the primitive."""
+        return rule_of(self.primitive)
+
+    @functools.cached_property
+    def error(self) -> Error:
+        """What a small error of an operand does to the result."""
+        if self.divisor is not None and self.rule.error is Error.SMOOTH:
+            return Error.CONTINUOUS
+        return self.rule.error_of(is_complex=self._is_complex)
+
+    @property
+    def is_tame(self) -> bool:
+        """Whether it is cheap, and a small error of an operand stays small."""
+        return self.rule.is_cheap and self.error <= Error.CONTINUOUS
+
+    @property
+    def is_amplifying(self) -> bool:
+        """Whether a small error of an operand can become a huge one of the result."""
+        return self.error is Error.AMPLIFIED
+
+    @property
+    def _is_complex(self) -> bool:
+        avals: Any = [var.aval for var in self.jaxpr.eqns[0].outvars]
+        return any(
+            jnp.issubdtype(aval.dtype, jnp.complexfloating)
+            for aval in avals
+            if hasattr(aval, "dtype")
+        )
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -126,7 +157,7 @@ class Equation:
     @functools.cached_property
     def whole_input_values(self) -> tuple[int, ...]:
         """Those of which all is read: not the table of a lookup, but its indices."""
-        inputs = self.inputs[1:] if looks_up(self.primitive) else self.inputs
+        inputs = self.inputs[1:] if self.rule.looks_up else self.inputs
         return values_of(inputs)
 
     @property
@@ -431,7 +462,7 @@ def _is_fusible(jaxpr: jex_core.Jaxpr) -> bool:
     return all(
         _is_fusible(with_constants(eqn.params["jaxpr"]).jaxpr)
         if eqn.primitive.name in _CALLS
-        else is_cheap(eqn.primitive.name)
+        else rule_of(eqn.primitive.name).is_cheap
         for eqn in jaxpr.eqns
     )
 

@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 
 from dafjax._trace.equation import Equation, in_dtype, values_of
-from dafjax._trace.primitives import keeps_elements
 from dafjax._trace.residuals import Program
 
 
@@ -35,7 +34,7 @@ def finishing_equations(program: Program) -> frozenset[Equation]:
             continue
         if any(num_readers[v] > 1 or v in program.cotangents for v in values):
             continue
-        if keeps_elements(eqn.primitive) and len(values) == 2:
+        if eqn.rule.keeps_magnitudes and len(values) == 2:
             result, operand = (program.avals[v] for v in values)
             if result.size == operand.size:
                 unfinished.update(eqn.input_values)

@@ -10,7 +10,6 @@ import dataclasses
 import jax.numpy as jnp
 
 from dafjax._trace.equation import Equation, conversion, in_dtype
-from dafjax._trace.primitives import converts, looks_up
 from dafjax._trace.residuals import Program
 
 
@@ -20,9 +19,9 @@ def look_up_first(program: Program) -> Program:
     tables: dict[int, int] = {}
     forward: list[Equation] = []
     for eqn in program.forward:
-        if converts(eqn.primitive) and _is_floating(program, eqn):
+        if eqn.rule.converts and _is_floating(program, eqn):
             tables[eqn.outputs[0]] = eqn.input_values[0]
-        table = eqn.inputs[0] if looks_up(eqn.primitive) else None
+        table = eqn.inputs[0] if eqn.rule.looks_up else None
         if not isinstance(table, int) or table not in tables:
             forward.append(eqn)
             continue

@@ -14,7 +14,6 @@ import jax.core
 import numpy as np
 
 from dafjax._trace.equation import Atom, Constant, Equation, call_equation, values_of
-from dafjax._trace.primitives import keeps_values
 
 
 def name_slopes(
@@ -95,7 +94,7 @@ def _is_one(atom: Atom, makers: Mapping[int, Equation]) -> bool:
         return np.ndim(atom.value) == 0 and atom.value == 1
     # On meshes with explicit axes numbers are placed.
     eqn = makers.get(atom)
-    if eqn is None or not keeps_values(eqn.primitive) or len(eqn.operand_atoms) != 1:
+    if eqn is None or not eqn.rule.keeps_values or len(eqn.operand_atoms) != 1:
         return False
     return _is_one(eqn.operand_atoms[0], makers)
 

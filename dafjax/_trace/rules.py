@@ -1,0 +1,526 @@
+"""What dafjax knows of JAX's primitives: `OPS`, one row per primitive.
+
+To support a primitive, add a row. A primitive without a row is expensive, and
+an error of its operands may change its result in any way: its result is saved.
+`tests/test_rules.py` checks that every primitive of `jax.lax` has a row.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, final
+
+
+class Cost(enum.Enum):
+    """What it costs to run a primitive again."""
+
+    # Little beside a matrix product of the same size.
+    CHEAP = enum.auto()
+    # A matrix product or a convolution.
+    PRODUCT = enum.auto()
+    # Random bits: expensive, but the same from the same key.
+    DRAW = enum.auto()
+    EXPENSIVE = enum.auto()
+
+
+class Error(enum.IntEnum):
+    """What a small error of an operand does to the result, the worse the larger."""
+
+    # It stays small. The function has no pole, and no edge with an infinite slope.
+    SMOOTH = 0
+    # It stays small, but away from a pole or an edge only.
+    CONTINUOUS = 1
+    # It can become huge. Recomputed from 2-bit logits, a softmax was off by a factor of
+    # 10^5. With a pole, the code of a value near the pole may lie beyond it.
+    AMPLIFIED = 2
+    # The result is an integer or a boolean, or jumps.
+    JUMPS = 3
+    # The result flips even where a recomputed operand rounds differently.
+    FLIPS = 4
+    # The result says where an element is, so that the operand must be exact.
+    SEARCHES = 5
+
+
+class Operands(enum.Enum):
+    """In which operands a primitive is linear while the others are fixed."""
+
+    NONE = enum.auto()
+    ALL = enum.auto()
+    FIRST = enum.auto()
+    ALL_BUT_FIRST = enum.auto()
+
+    def of(self, num_operands: int) -> range:
+        """Returns the numbers of these operands."""
+        starts = {Operands.NONE: num_operands, Operands.ALL_BUT_FIRST: 1}
+        stop = 1 if self is Operands.FIRST else num_operands
+        return range(starts.get(self, 0), stop)
+
+
+class Elements(enum.Flag):
+    """How the elements of a result relate to those of the operands."""
+
+    # In any way, as in a sum over an axis.
+    MIXED = 0
+    # Each is computed from the elements at the same place. (Of operands with length 1
+    # along an axis, that element stands for all.)
+    EACH = enum.auto()
+    # They are the elements of the operand: moved, repeated, converted ...
+    COPIED = enum.auto()
+    # ... or negated.
+    NEGATED = enum.auto()
+    # `COPIED`, and at the same place: only the devices that hold them change.
+    PLACED = enum.auto()
+    # `COPIED`, at the same place in another dtype.
+    CONVERTED = enum.auto()
+    # They are elements of several operands, or of one among zeros.
+    JOINED = enum.auto()
+    # They are some elements of the first operand: a part cut out of it.
+    SLICED = enum.auto()
+    # They are some elements of the first operand: as the others, indices, say.
+    LOOKED_UP = enum.auto()
+    # They are elements of the operands, in another way than the above.
+    MOVED = enum.auto()
+
+
+class Ends(enum.Enum):
+    """Whether many elements of a result lie at an end of its range, or near it."""
+
+    NO = enum.auto()
+    # Yes: they are at their least or greatest value; some may be a thousand times
+    # farther away. (A logistic function reaches its bounds for large operands only.)
+    YES = enum.auto()
+    # If those of all operands do.
+    AS_OPERANDS = enum.auto()
+
+
+class Combines(enum.Enum):
+    """Which arithmetic a primitive does with several operands."""
+
+    OTHER = enum.auto()
+    ADD = enum.auto()
+    MULTIPLY = enum.auto()
+
+
+Params: TypeAlias = Mapping[str, Any]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class OpRule:
+    """What dafjax knows of a primitive.
+
+    Attributes:
+        cost: What it costs to run it again.
+        error: What a small error of an operand does.
+        linear_in: The operands in which it is linear. A product is linear in each of
+            its operands, as long as the other one does not depend on it.
+        elements: How elements of the result relate to those of the operands.
+        ends: Whether many elements of the result lie at an end of its range.
+        combines: Its arithmetic.
+        complex_error: `error` for complex numbers, if it is another.
+        limit: The magnitude of an operand beyond which a result is constant, to the
+            last bit of a float32.
+        is_copied_before: Whether XLA copies the operands into another layout first.
+        keeps_rows: Given its parameters, whether row i of the result (index i of the
+            first axis) depends on row i of the first operand, and on the others whole.
+        sums_rows: Given its parameters, whether it sums over the rows of all operands.
+    """
+
+    cost: Cost = Cost.EXPENSIVE
+    error: Error = Error.JUMPS
+    linear_in: Operands = Operands.NONE
+    elements: Elements = Elements.MIXED
+    ends: Ends = Ends.NO
+    combines: Combines = Combines.OTHER
+    complex_error: Error | None = None
+    limit: float = math.inf
+    is_copied_before: bool = False
+    keeps_rows: Callable[[Params], bool] | None = None
+    sums_rows: Callable[[Params], bool] | None = None
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether running it again costs little beside a product."""
+        return self.cost is Cost.CHEAP
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a matrix product or a convolution."""
+        return self.cost is Cost.PRODUCT
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element is computed from the elements at the same place."""
+        return Elements.EACH in self.elements
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether all elements of the result are elements of the operand."""
+        return Elements.COPIED in self.elements
+
+    @property
+    def keeps_magnitudes(self) -> bool:
+        """Whether elements are moved, repeated, converted or negated, and no more."""
+        return bool(self.elements & (Elements.COPIED | Elements.NEGATED))
+
+    @property
+    def slices(self) -> bool:
+        """Whether results are parts of the first operand."""
+        return Elements.SLICED in self.elements
+
+    @property
+    def joins(self) -> bool:
+        """Whether a result has elements of several operands, or zeros beside them."""
+        return Elements.JOINED in self.elements
+
+    @property
+    def adds_or_moves(self) -> bool:
+        """Whether each element is one of the operands' elements, or a sum of some."""
+        return (
+            self.combines is Combines.ADD
+            or self.keeps_magnitudes
+            or self.slices
+            or self.joins
+        )
+
+    @property
+    def converts(self) -> bool:
+        """Whether the result is the operand in another dtype."""
+        return Elements.CONVERTED in self.elements
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the result is elements of the first operand, as indices say."""
+        return Elements.LOOKED_UP in self.elements
+
+    def error_of(self, *, is_complex: bool) -> Error:
+        """Returns what a small error of an operand does, of complex numbers or not."""
+        complex_error = self.complex_error if is_complex else None
+        return self.error if complex_error is None else complex_error
+
+    def is_tame(self, *, is_complex: bool = False) -> bool:
+        """Returns whether it is cheap, and a small error of an operand stays small."""
+        return self.is_cheap and self.error_of(is_complex=is_complex) <= (
+            Error.CONTINUOUS
+        )
+
+    def is_amplifying(self, *, is_complex: bool = False) -> bool:
+        """Returns whether a small error of an operand can become a huge one."""
+        return self.error_of(is_complex=is_complex) is Error.AMPLIFIED
+
+    def ends_given(self, operands_do: bool) -> bool:
+        """Returns whether many elements of the result lie at an end of its range.
+
+        Args:
+            operands_do: Whether those of all its operands do.
+        """
+        return self.ends is Ends.YES or (operands_do and self.ends is Ends.AS_OPERANDS)
+
+    def is_reduction(self, num_elements: int, reduced_from: int) -> bool:
+        """Returns whether a result is too small beside an operand to be compressed.
+
+        Args:
+            num_elements: Elements of the result.
+            reduced_from: Elements of the largest operand.
+        """
+        # A slice is no statistic: a sixteenth takes as many bytes as the whole in 2
+        # bits.
+        counted = 2 * num_elements if self.slices else num_elements
+        return self.is_cheap and is_much_smaller(counted, reduced_from)
+
+
+def is_much_smaller(num_elements: int, than: int) -> bool:
+    """Returns whether a value has so few elements that it may be saved as it is.
+
+    Such is a statistic beside the array that it describes, even if that is a group of 8
+    channels: the number that a norm divides by must be exact.
+    """
+    return num_elements * 8 <= than
+
+
+def _multiplies_rows(params: Params) -> bool:
+    (contracted, _), (batch, _) = params["dimension_numbers"]
+    return not batch and 0 not in contracted
+
+
+def _sums_products(params: Params) -> bool:
+    contracted, _ = params["dimension_numbers"]
+    return (0, 0) in zip(*contracted, strict=True)
+
+
+def _convolves_rows(params: Params) -> bool:
+    numbers = params["dimension_numbers"]
+    keeps_images = numbers.lhs_spec[0] == numbers.out_spec[0] == 0
+    return keeps_images and params["batch_group_count"] == 1
+
+
+def _sums_convolutions(params: Params) -> bool:
+    numbers = params["dimension_numbers"]
+    groups = params["batch_group_count"] * params["feature_group_count"]
+    return numbers.lhs_spec[1] == numbers.rhs_spec[1] == 0 and groups == 1
+
+
+def _keeps_first_axis(params: Params) -> bool:
+    return 0 not in params["axes"]
+
+
+def _sums_first_axis(params: Params) -> bool:
+    return 0 in params["axes"]
+
+
+_CHEAP, _PRODUCT, _DRAW = Cost.CHEAP, Cost.PRODUCT, Cost.DRAW
+_ALL, _FIRST, _REST = Operands.ALL, Operands.FIRST, Operands.ALL_BUT_FIRST
+_EACH, _COPIED, _PLACED = Elements.EACH, Elements.COPIED, Elements.PLACED
+_JOINED, _SLICED, _MOVED = Elements.JOINED, Elements.SLICED, Elements.MOVED
+_ADD, _MULTIPLY = Combines.ADD, Combines.MULTIPLY
+
+# Rows that several primitives share.
+_UNKNOWN = OpRule()
+_SMOOTH = OpRule(_CHEAP, Error.SMOOTH, elements=_EACH)
+_CONTINUOUS = OpRule(_CHEAP, Error.CONTINUOUS, elements=_EACH)
+_AMPLIFYING = OpRule(_CHEAP, Error.AMPLIFIED, elements=_EACH)
+_JUMPS = OpRule(_CHEAP, Error.JUMPS, elements=_EACH)
+_FLIPS = OpRule(_CHEAP, Error.FLIPS, elements=_EACH)
+_LINEAR = OpRule(_CHEAP, Error.SMOOTH, _ALL, _EACH)
+_INTEGERS = OpRule(_CHEAP, Error.JUMPS)
+_COPY = OpRule(_CHEAP, Error.SMOOTH, _ALL, _COPIED, Ends.AS_OPERANDS)
+_PLACE = OpRule(_CHEAP, Error.SMOOTH, _ALL, _COPIED | _PLACED, Ends.AS_OPERANDS)
+_MOVE = OpRule(_CHEAP, Error.SMOOTH, _ALL, _MOVED, Ends.AS_OPERANDS)
+_JOIN = OpRule(_CHEAP, Error.SMOOTH, _ALL, _JOINED, Ends.AS_OPERANDS)
+_SLICE = OpRule(_CHEAP, Error.SMOOTH, _ALL, _SLICED, Ends.AS_OPERANDS)
+_REDUCTION = OpRule(_CHEAP, Error.CONTINUOUS)
+
+
+def _row(rule: OpRule, **changes: Any) -> OpRule:
+    return dataclasses.replace(rule, **changes)
+
+
+OPS: Mapping[str, OpRule] = {
+    # Sums, products and linear functions of each element.
+    "add": _row(_LINEAR, combines=_ADD, ends=Ends.AS_OPERANDS),
+    "add_any": _row(_LINEAR, combines=_ADD, ends=Ends.AS_OPERANDS),
+    "complex": _LINEAR,
+    "conj": _LINEAR,
+    "convert_element_type": _row(
+        _LINEAR,
+        elements=_EACH | _COPIED | Elements.CONVERTED,
+        ends=Ends.AS_OPERANDS,
+    ),
+    "copy": _row(_LINEAR, elements=_EACH | _COPIED, ends=Ends.AS_OPERANDS),
+    "div": _row(_CONTINUOUS, linear_in=_FIRST, ends=Ends.AS_OPERANDS),
+    "imag": _LINEAR,
+    "mul": _row(_LINEAR, combines=_MULTIPLY, ends=Ends.AS_OPERANDS),
+    "neg": _row(_LINEAR, elements=_EACH | Elements.NEGATED),
+    "real": _LINEAR,
+    "reduce_precision": _row(_LINEAR, elements=_EACH | _COPIED, ends=Ends.AS_OPERANDS),
+    "select_n": _row(_SMOOTH, linear_in=_REST, ends=Ends.AS_OPERANDS),
+    "stop_gradient": _LINEAR,
+    "sub": _row(_LINEAR, combines=_ADD),
+    # Functions of each element without poles.
+    "abs": _row(_SMOOTH, ends=Ends.YES),
+    "asinh": _row(_SMOOTH, complex_error=Error.AMPLIFIED),
+    "atan": _row(_SMOOTH, complex_error=Error.AMPLIFIED),
+    "clamp": _row(_SMOOTH, ends=Ends.YES),
+    "cos": _row(_SMOOTH, complex_error=Error.AMPLIFIED),
+    "erf": _row(_SMOOTH, complex_error=Error.AMPLIFIED, limit=4.0),
+    "erfc": _row(_SMOOTH, complex_error=Error.AMPLIFIED, ends=Ends.YES),
+    # `Equation.error` knows that a negative power has a pole.
+    "integer_pow": _row(_SMOOTH, ends=Ends.YES),
+    # No limit: it goes to 0, and its logarithm goes on.
+    "logistic": _row(_SMOOTH, complex_error=Error.AMPLIFIED),
+    "max": _row(_SMOOTH, ends=Ends.YES),
+    "min": _row(_SMOOTH, ends=Ends.YES),
+    "sin": _row(_SMOOTH, complex_error=Error.AMPLIFIED),
+    "square": _row(_SMOOTH, ends=Ends.YES),
+    "tanh": _row(_SMOOTH, complex_error=Error.AMPLIFIED, limit=9.5),
+    # With a pole, or an edge of infinite slope.
+    "atan2": _CONTINUOUS,
+    "cbrt": _row(_CONTINUOUS, complex_error=Error.AMPLIFIED),
+    "sqrt": _row(_CONTINUOUS, complex_error=Error.AMPLIFIED, ends=Ends.YES),
+    # Exponentials and logarithms.
+    "acos": _AMPLIFYING,
+    "acosh": _AMPLIFYING,
+    "asin": _AMPLIFYING,
+    "atanh": _AMPLIFYING,
+    "cosh": _row(_AMPLIFYING, ends=Ends.YES),
+    "digamma": _AMPLIFYING,
+    "erf_inv": _AMPLIFYING,
+    "exp": _row(_AMPLIFYING, ends=Ends.YES),
+    "exp2": _row(_AMPLIFYING, ends=Ends.YES),
+    "expm1": _AMPLIFYING,
+    "lgamma": _AMPLIFYING,
+    "log": _AMPLIFYING,
+    "log1p": _AMPLIFYING,
+    "log2": _AMPLIFYING,
+    "pow": _row(_AMPLIFYING, ends=Ends.YES),
+    "rsqrt": _row(_AMPLIFYING, ends=Ends.YES),
+    "sinh": _AMPLIFYING,
+    "tan": _AMPLIFYING,
+    # Comparisons, integers and bits.
+    "and": _JUMPS,
+    "ceil": _JUMPS,
+    "eq": _FLIPS,
+    "eq_to": _FLIPS,
+    "floor": _JUMPS,
+    "ge": _JUMPS,
+    "gt": _JUMPS,
+    "is_finite": _JUMPS,
+    "le": _JUMPS,
+    "le_to": _JUMPS,
+    "lt": _JUMPS,
+    "lt_to": _JUMPS,
+    "ne": _FLIPS,
+    "nextafter": _JUMPS,
+    "not": _JUMPS,
+    "or": _JUMPS,
+    "rem": _JUMPS,
+    "round": _JUMPS,
+    "shift_left": _JUMPS,
+    "shift_right_arithmetic": _JUMPS,
+    "shift_right_logical": _JUMPS,
+    "sign": _JUMPS,
+    "xor": _JUMPS,
+    "argmax": _INTEGERS,
+    "argmin": _INTEGERS,
+    "bitcast_convert_type": _INTEGERS,
+    "clz": _INTEGERS,
+    "mulhi": _INTEGERS,
+    "population_count": _INTEGERS,
+    # Elements moved as they are.
+    "broadcast_in_dim": _COPY,
+    "concatenate": _JOIN,
+    "device_put": _MOVE,
+    "dynamic_slice": _SLICE,
+    "dynamic_update_slice": _JOIN,
+    "gather": _row(_MOVE, elements=Elements.LOOKED_UP),
+    "iota": _MOVE,
+    "name": _row(_MOVE, elements=_MOVED | _PLACED),
+    "pad": _JOIN,
+    "reshape": _row(_COPY, keeps_rows=lambda p: p["dimensions"] is None),
+    "rev": _COPY,
+    "scatter": _JOIN,
+    "slice": _SLICE,
+    "split": _SLICE,
+    "squeeze": _row(_COPY, keeps_rows=lambda p: 0 not in p["dimensions"]),
+    "stack": _JOIN,
+    "tile": _MOVE,
+    "transpose": _row(_COPY, keeps_rows=lambda p: p["permutation"][0] == 0),
+    "unstack": _SLICE,
+    # Which device holds an array. A gathered weight is gathered again in the backward
+    # pass: never saved whole, never compressed.
+    "all_gather": _PLACE,
+    "all_gather_invariant": _PLACE,
+    "all_gather_reduced": _PLACE,
+    "pbroadcast": _PLACE,
+    "pvary": _PLACE,
+    "reshard": _PLACE,
+    "sharding_constraint": _PLACE,
+    # Reductions and cumulative ones.
+    "cumlogsumexp": _REDUCTION,
+    "cummax": _REDUCTION,
+    "cummin": _REDUCTION,
+    "cumprod": _row(_REDUCTION, error=Error.AMPLIFIED),
+    "cumsum": _row(_REDUCTION, linear_in=_ALL, ends=Ends.AS_OPERANDS),
+    "reduce_and": _REDUCTION,
+    "reduce_max": _row(_REDUCTION, ends=Ends.YES, keeps_rows=_keeps_first_axis),
+    "reduce_min": _row(_REDUCTION, ends=Ends.YES),
+    "reduce_or": _REDUCTION,
+    "reduce_prod": _row(_REDUCTION, error=Error.AMPLIFIED),
+    "reduce_sum": _row(
+        _REDUCTION,
+        linear_in=_ALL,
+        ends=Ends.AS_OPERANDS,
+        keeps_rows=_keeps_first_axis,
+        sums_rows=_sums_first_axis,
+    ),
+    "reduce_window_max": _row(_REDUCTION, ends=Ends.YES),
+    "reduce_window_min": _row(_REDUCTION, ends=Ends.YES),
+    "reduce_window_sum": _row(_REDUCTION, linear_in=_ALL, ends=Ends.AS_OPERANDS),
+    # Products.
+    "conv_general_dilated": OpRule(
+        _PRODUCT,
+        Error.SMOOTH,
+        _ALL,
+        combines=_MULTIPLY,
+        is_copied_before=True,
+        keeps_rows=_convolves_rows,
+        sums_rows=_sums_convolutions,
+    ),
+    "dot_general": OpRule(
+        _PRODUCT,
+        Error.SMOOTH,
+        _ALL,
+        combines=_MULTIPLY,
+        keeps_rows=_multiplies_rows,
+        sums_rows=_sums_products,
+    ),
+    "ragged_dot_general": OpRule(_PRODUCT, Error.SMOOTH, _ALL, combines=_MULTIPLY),
+    # Keys, small arrays that say which numbers are drawn, and drawing.
+    "random_clone": _INTEGERS,
+    "random_fold_in": _INTEGERS,
+    "random_seed": _INTEGERS,
+    "random_split": _INTEGERS,
+    "random_unwrap": _INTEGERS,
+    "random_wrap": _INTEGERS,
+    "philox2x32": OpRule(_DRAW),
+    "philox4x32": OpRule(_DRAW),
+    "random_bits": OpRule(_DRAW),
+    "rng_bit_generator": OpRule(_DRAW),
+    "threefry2x32": OpRule(_DRAW),
+    "threefry4x32": OpRule(_DRAW),
+    # Searches. The gradient of max-pooling looks for the place of the maximum.
+    "select_and_gather_add": OpRule(error=Error.SEARCHES),
+    "select_and_scatter_add": OpRule(error=Error.SEARCHES),
+    "sort": OpRule(error=Error.SEARCHES),
+    "scatter-add": OpRule(elements=_JOINED),
+    # Calls that dafjax makes; the modules in brackets of `dafjax/_plan` define them.
+    "bounded_exp": _row(_CONTINUOUS, ends=Ends.YES),  # _trace/bounded_exp
+    "normalized": _row(_CONTINUOUS, linear_in=_FIRST),  # normalized
+    "one_minus_square": _SMOOTH,  # _trace/tanh_slope
+    "phase": _row(_JUMPS, elements=_EACH | _PLACED),  # phases
+    "pick_places": OpRule(linear_in=_REST),  # pooling
+    "scaled_back": _row(_CONTINUOUS, linear_in=_FIRST),  # normalized
+    "select_rectified": _row(_SMOOTH, linear_in=_REST, ends=Ends.YES),  # rectifiers
+}
+
+# Primitives that need no row: they are expensive, or stand for whole programs, or have
+# effects, and nothing better is known of their results. Listed so that a new primitive
+# of JAX fails a test until someone decides about it.
+WITHOUT_ROW = frozenset(
+    [
+        *("accum_grad_in_ref", "after_all", "all_gather_done"),
+        *("all_gather_reduced_start", "all_gather_start", "all_to_all"),
+        *("all_to_all_done", "all_to_all_start", "approx_top_k", "axis_index"),
+        *("bessel_i0e", "bessel_i1e", "call", "call_hi_primitive", "checkpoint"),
+        *("cholesky", "cholesky_update", "closed_call", "composite", "cond"),
+        *("core_call", "create_token", "custom_jvp_call", "custom_jvp_call_jaxpr"),
+        *("custom_lin", "custom_linear_solve", "custom_vjp_call"),
+        *("custom_vjp_call_jaxpr", "custom_vmap_call", "dce_sink", "debug_callback"),
+        *("debug_print", "eig", "eigh", "empty", "empty2", "empty_ref", "eval_jaxpr"),
+        *("ffi_call", "fft", "free_ref", "freeze", "from_edtype", "geqp3", "geqrf"),
+        *("hessenberg", "householder_product", "igamma", "igamma_grad_a", "igammac"),
+        *("inspect_sharding", "io_callback", "iota_2x32_shape", "jit"),
+        *("layout_constraint", "linear_call", "lu", "lu_pivots_to_permutation"),
+        *("new_ref", "optimization_barrier", "ormqr", "pbroadcast_done"),
+        *("pbroadcast_start", "pjit", "platform_index", "pmax", "pmin", "polygamma"),
+        *("ppermute", "ppermute_done", "ppermute_start", "precv", "preduced", "psend"),
+        *("psum", "psum_done", "psum_invariant", "psum_invariant_start", "psum_start"),
+        *("pure_callback", "qr", "ragged_all_to_all", "random_gamma", "reduce"),
+        *("reduce_scatter", "reduce_scatter_done", "reduce_scatter_start"),
+        *("reduce_window", "reduce_xor", "reduced_vary_cast_p"),
+        *("regularized_incomplete_beta", "remat2", "remat_opt", "rng_uniform"),
+        *("scaled_dot", "scan", "scatter-max", "scatter-min", "scatter-mul"),
+        *("scatter-sub", "schur", "select_and_scatter", "shard_map", "stage", "svd"),
+        *("symmetric_product", "tie", "to_edtype", "top_k", "triangular_solve"),
+        *("tridiagonal", "tridiagonal_solve", "unreachable", "unreduced_psum"),
+        *("unreduced_psum_start", "unreduced_reduce_scatter"),
+        *("unreduced_reduce_scatter_start", "vary_unreduced_cast_p", "while"),
+        *("zeros_like", "zeta"),
+    ]
+)
+
+
+def rule_of(primitive: str) -> OpRule:
+    """Returns the row of a primitive; that of the unknown, if it has none."""
+    return OPS.get(primitive, _UNKNOWN)

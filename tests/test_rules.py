@@ -1,0 +1,103 @@
+"""The table of primitives is complete, and equations read it by their dtype."""
+
+import importlib
+import pathlib
+import pkgutil
+import re
+
+import jax
+import jax._src.lax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+
+import dafjax
+from dafjax._trace.graph import flatten
+from dafjax._trace.rules import OPS, WITHOUT_ROW, Error, Operands, rule_of
+
+
+# Rows of primitives that only some supported versions of JAX have.
+_OF_OTHER_VERSIONS = {"log2", "philox2x32", "philox4x32", "threefry4x32"}
+_MODULES = (
+    *(f"lax.{module.name}" for module in pkgutil.iter_modules(jax._src.lax.__path__)),
+    *("ad_util", "ad_checkpoint", "callback", "core", "custom_batching"),
+    *("custom_derivatives", "debugging", "dispatch", "ffi", "interpreters.ad"),
+    *("pjit", "prng", "random", "random.prng", "random.threefry2x32", "shard_map"),
+    *("random.threefry4x32", "random.philox2x32", "random.philox4x32"),
+)
+
+
+def _primitives() -> set[str]:
+    """Names of the primitives that modules of JAX define."""
+    found = set()
+    for name in _MODULES:
+        try:
+            module = importlib.import_module(f"jax._src.{name}")
+        except ImportError:
+            continue  # Versions of JAX place `prng` differently.
+        found |= {v.name for v in vars(module).values() if isinstance(v, Primitive)}
+    return found
+
+
+def test_every_primitive_of_jax_has_a_row_or_is_listed_without_one():
+    names = _primitives()
+    assert len(names) > 200
+    assert names - OPS.keys() - WITHOUT_ROW == set()
+    assert OPS.keys() & WITHOUT_ROW == set()
+
+
+def test_no_row_names_a_primitive_that_jax_and_dafjax_lack():
+    source = "".join(
+        path.read_text()
+        for path in (p for p in _library().rglob("*.py") if p.name != "rules.py")
+    )
+    functions = set(re.findall(r"def (\w+)\(", source))
+    assert OPS.keys() - _primitives() - functions <= _OF_OTHER_VERSIONS
+
+
+def _library() -> pathlib.Path:
+    return pathlib.Path(dafjax.__file__).parent
+
+
+@pytest.mark.parametrize("function", [jnp.tanh, jnp.sin, jax.lax.asinh])
+def test_what_is_smooth_for_real_numbers_has_poles_for_complex_ones(function):
+    def error(dtype) -> Error:
+        x = jnp.ones(3, dtype)
+        (eqn,) = flatten(jax.make_jaxpr(jax.jit(function))(x)).equations
+        return eqn.error
+
+    assert error(jnp.float32) is Error.SMOOTH
+    assert error(jnp.complex64) is Error.AMPLIFIED
+
+
+def test_a_negative_power_has_a_pole():
+    def error(power: int) -> Error:
+        closed = jax.make_jaxpr(lambda x: jax.lax.integer_pow(x, power))(1.0)
+        return flatten(closed).equations[0].error
+
+    assert error(3) is Error.SMOOTH
+    assert error(-3) is Error.CONTINUOUS
+
+
+def test_minimum_pooling_is_cheap_as_maximum_pooling():
+    assert rule_of("reduce_window_min") == rule_of("reduce_window_max")
+
+
+def test_an_unknown_primitive_is_expensive_and_jumps():
+    rule = rule_of("of_another_library")
+    assert not rule.is_cheap
+    assert rule.error is Error.JUMPS
+    assert not rule.linear_in.of(2)
+
+
+@pytest.mark.parametrize(
+    ("operands", "numbers"),
+    [
+        (Operands.NONE, []),
+        (Operands.ALL, [0, 1, 2]),
+        (Operands.FIRST, [0]),
+        (Operands.ALL_BUT_FIRST, [1, 2]),
+    ],
+)
+def test_operands_by_number(operands, numbers):
+    assert list(operands.of(3)) == numbers
