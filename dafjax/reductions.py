@@ -13,10 +13,10 @@ parts are combined:
 - `"auto"`: the fastest strategy on the device for this number and length of rows, among
   those whose results are the same in every call. The times are measured when the first
   program with such a reduction is compiled, in about 0.3 s. They are stored in a file
-  for later processes, until the driver, the power mode or dafjax changes. `python -m
-  dafjax tune` prints them, and measures again with `--redo`. Rows of one part (up to
-  8192 elements) need no second step. Programs that are compiled for a GPU which this
-  machine does not have use `"hybrid"`.
+  for later processes, until the driver, the power mode or dafjax changes.
+  `python -m dafjax tune` prints them, and measures again with `--redo`. Rows of one
+  part (up to 8192 elements) need no second step. Programs that are compiled for a GPU
+  which this machine does not have use `"hybrid"`.
 
 Subnormal values count as zero, and zeros are +0.
 """

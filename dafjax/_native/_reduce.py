@@ -18,13 +18,13 @@ from dafjax._typing import Array, Static
 
 
 def minmax(x: Array, *, strategy: str) -> tuple[Array, Array]:
-    """Returns the least and greatest value of each row `[*batch, n]`, as float32."""
+    """Returns least and greatest value of rows `[*batch, n]` as float32 `[*batch]`."""
     minimum, maximum, _ = minmax_p.bind(x, strategy=strategy)
     return minimum, maximum
 
 
 def sum_of_squares(x: Array, *, strategy: str) -> Array:
-    """Returns the sum of squares of each row `[*batch, n]`, as float32."""
+    """Returns the sums of squares of rows `[*batch, n]` as float32 `[*batch]`."""
     return sum_of_squares_p.bind(x, strategy=strategy)[0]
 
 

@@ -225,10 +225,10 @@ class Affine(AbstractCodec):
         """Returns whether an array's per-channel groups are full enough to pay.
 
         A scale and a minimum per 64 values cost three eighths of a bit more per element
-        than per 256 values. Per-channel groups gain 2 to 3 dB, about as much on
-        average, and much more for the keys of attention: in a RoBERTa with 64 tokens,
-        at 2 bits on average, the gradients of the adapters of queries have a half
-        (first factor) and a fourth (second factor) of the noise.
+        than per 256 values. Per-channel groups gain 2 to 3 dB, which on average about
+        offsets this cost, and much more for the keys of attention: in a RoBERTa with 64
+        tokens, at 2 bits on average, the gradients of the adapters of queries have a
+        half (first factor) and a fourth (second factor) of the noise.
         """
         if len(shape) < 2:
             return False

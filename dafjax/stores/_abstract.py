@@ -92,9 +92,9 @@ class AbstractStore(abc.ABC):
 
         Args:
             sensitivities: float32 `[n + 1]`. The first `n` are the gradient variance
-                that each residual contributes at 1 bit; where `squared_range` is None,
-                at a mean squared group range of 1. The last is the squared norm of
-                the gradient.
+                that each residual contributes at 1 bit. If `squared_range` is None,
+                they are for a mean squared group range of 1. The last element is the
+                squared norm of the gradient.
             codecs: The codecs of the `n` residuals that have a `measured_code`.
             likes: Shape and dtype of each residual.
             after: An array that is computed first.

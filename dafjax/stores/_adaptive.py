@@ -1,4 +1,4 @@
-"""Static stores whose bits `adaptive_jit` allocates anew at each trace."""
+"""Static stores whose bits `adaptive_jit` may change from one trace to the next."""
 
 import dataclasses
 from collections.abc import Sequence
