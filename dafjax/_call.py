@@ -1,4 +1,4 @@
-"""One call of a wrapped function: its static arguments apart, the others checked."""
+"""One call of a wrapped function: splits off static arguments, checks the others."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 @final
 @dataclasses.dataclass(frozen=True)
 class StaticArguments:
-    """Which arguments of a function are not arrays, by position and by name."""
+    """The static arguments of a function (not arrays), by position and by name."""
 
     numbers: tuple[int, ...]
     names: tuple[str, ...]
@@ -21,10 +21,10 @@ class StaticArguments:
 @final
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a function, static arguments taken out.
+    """One call of a function, without its static arguments.
 
     Attributes:
-        args: The positional arguments; `None` where static.
+        args: The positional arguments; `None` in place of static ones.
         kwargs: The keyword arguments that are not static.
         static: The static arguments: positions and names with their values.
     """
@@ -34,7 +34,7 @@ class Call:
     static: tuple[tuple[int | str, Hashable], ...]
 
     def leaf_numbers(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """Returns the numbers of the leaves of some positional arguments."""
+        """Returns the indices of the leaves of the given positional arguments."""
         numbers: list[int] = []
         start = 0
         for position, argument in enumerate(self.args):
@@ -52,11 +52,11 @@ def bind(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Call:
-    """Takes the static arguments out of a call and checks all of them.
+    """Splits the static arguments off a call, and checks all arguments.
 
     Args:
         fun: The function.
-        parameters: What `positional_parameters(fun)` returns.
+        parameters: The result of `positional_parameters(fun)`.
         static: Which arguments are static.
         args: The positional arguments.
         kwargs: The keyword arguments.
@@ -65,7 +65,7 @@ def bind(
         The call.
 
     Raises:
-        ValueError: A static argument is not hashable, or a number is out of range.
+        ValueError: A static argument is not hashable, or a position is out of range.
         TypeError: Another argument is not a pytree of arrays.
     """
     found: dict[int | str, Any] = {}
@@ -125,18 +125,19 @@ def run(
 
 @contextlib.contextmanager
 def unwritten(fun: Callable[..., Any], arguments: Any) -> Iterator[None]:
-    """Lets a function run that must not write to objects among its arguments.
+    """Raises if the function in the `with` block writes to objects in its arguments.
 
-    They are copies of the caller's, made of their leaves, and with them all is lost
-    that is written. Not so containers, which functions change to their own ends; and
-    NNX puts the variables of a state into the module that it merges.
+    These objects are copies of the caller's, rebuilt from their leaves, so anything
+    written to them would be lost. Containers are not checked: functions may change them
+    for their own purposes, and NNX puts the variables of a state into the module that
+    it merges.
 
     Args:
         fun: The function.
-        arguments: The pytree that it is given.
+        arguments: The pytree of its arguments.
 
     Raises:
-        ValueError: It wrote to one.
+        ValueError: The function wrote to an object.
     """
     nodes = jax.tree.leaves_with_path(arguments, is_leaf=_is_object)
     objects = [(path, x) for path, x in nodes if not isinstance(x, Mapping)]
@@ -157,23 +158,23 @@ def unwritten(fun: Callable[..., Any], arguments: Any) -> Iterator[None]:
 
 
 def _name_of(path: tuple[Any, ...]) -> str:
-    """Returns what an error calls a place in a pair of arguments and keywords."""
+    """Formats a path in the pair `(args, kwargs)` for an error message."""
     group = "args" if path[0].idx == 0 else "kwargs"
     return group + jax.tree_util.keystr(path[1:])
 
 
 def _is_object(item: Any) -> bool:
-    """Returns whether something is neither a built-in container nor a leaf."""
+    """Returns whether a pytree node is neither a built-in container nor a leaf."""
     if isinstance(item, (dict, list, tuple)) or item is None:
         return False
     return not jax.tree_util.all_leaves([item])
 
 
 def positions(name: str, numbers: Sequence[int], args: Sequence[Any]) -> list[int]:
-    """Returns non-negative positions of arguments that were passed by position.
+    """Converts positions of positional arguments to non-negative positions.
 
     Raises:
-        ValueError: A number is out of range; `name` is the option it came from.
+        ValueError: A position is out of range. The error names the option `name`.
     """
     for number in numbers:
         if not -len(args) <= number < len(args):
@@ -205,7 +206,7 @@ def _check_arrays(call: Call) -> None:
         for leaf in jax.tree.leaves((call.args, call.kwargs)):
             jax.typeof(leaf)
         return
-    # With paths it takes three times as long: only to tell which one it is.
+    # Flattening with paths takes three times as long, so do it only for the error.
     for path, leaf in jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))[0]:
         try:
             jax.typeof(leaf)

@@ -1,4 +1,4 @@
-"""The names of dafjax's custom calls, for those who export compiled functions."""
+"""The names of dafjax's custom calls, for exporting compiled functions."""
 
 from dafjax._native import registered_custom_calls
 
@@ -6,13 +6,13 @@ from dafjax._native import registered_custom_calls
 def custom_calls() -> tuple[str, ...]:
     """Returns the names of the custom calls that dafjax's programs contain.
 
-    `jax.export` refuses custom calls that it does not know, until they are allowed by
-    name: nobody promises that the next version of a library still has them. With
-    dafjax, a program runs with the version that exported it.
+    `jax.export` refuses unknown custom calls unless they are allowed by name, because
+    a later version of a library may lack them. An exported program runs with the
+    version of dafjax that exported it.
 
-    They are registered with XLA as well, for CPUs and, where dafjax was built with it,
-    for CUDA. A process that loads an exported program, and wraps nothing itself, must
-    call this first.
+    This function also registers the custom calls with XLA, for CPUs and, if dafjax was
+    built with it, for CUDA. A process that loads an exported program but wraps no
+    function itself must call it first.
 
     Returns:
         The names, sorted.

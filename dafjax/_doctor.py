@@ -1,4 +1,4 @@
-"""What is installed, what is found, what is in use: `python -m dafjax doctor`."""
+"""Prints the state of the installation: `python -m dafjax doctor`."""
 
 import os
 import platform

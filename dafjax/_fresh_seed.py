@@ -1,4 +1,4 @@
-"""A seed that moves with the parameters, so that each step has noise of its own."""
+"""A seed that changes with the parameters, so that each step has different noise."""
 
 import functools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from jax import lax
 from dafjax._typing import Array
 
 
-# So many arrays, the smallest, tell one step from the next.
+# Number of arrays to hash, the smallest ones: enough to tell one step from the next.
 _MOST_ARRAYS = 8
 
 _GOLDEN_RATIO = 0x9E3779B9
@@ -19,19 +19,19 @@ _FACTOR = 0x7FEB352D
 
 
 def freshen(seed: Array, differentiated: Sequence[Any]) -> Array:
-    """Mixes a hash of differentiated arguments into a seed.
+    """Mixes a hash of the differentiated arguments into a seed.
 
-    Rounding noise depends on the seed and on the content of the array that is rounded.
-    Below the first trained layer of a frozen network the content of an example is the
-    same in every epoch. The parameters are not: an optimizer moves them in each step.
-    The same parameters give the same seed, so that a step can be repeated exactly.
+    Rounding noise depends on the seed and on the content of the rounded array. Below
+    the first trained layer of a frozen network, an example has the same content in
+    every epoch. The parameters differ, because the optimizer changes them in each step.
+    Equal parameters give equal seeds, so a step can be repeated exactly.
 
     Args:
         seed: uint32 scalar.
-        differentiated: The arguments that are differentiated.
+        differentiated: The differentiated arguments.
 
     Returns:
-        uint32 scalar. Of examples that `vmap` maps all have the same.
+        uint32 scalar. All examples of a `vmap` have the same seed.
     """
     arrays = [x for x in differentiated if _can_be_hashed(x)]
     chosen = sorted(arrays, key=jnp.size)[:_MOST_ARRAYS]
@@ -40,7 +40,7 @@ def freshen(seed: Array, differentiated: Sequence[Any]) -> Array:
 
 def _can_be_hashed(x: Any) -> bool:
     aval: Any = jax.typeof(x)
-    # In `shard_map` a seed must not differ between devices that share an array.
+    # In `shard_map` devices that share an array must have the same seed.
     return aval.size > 0 and not getattr(aval, "vma", frozenset())
 
 
@@ -55,7 +55,7 @@ def _mix(seed: Array, *arrays: Array) -> Array:
 
 @jax.custom_batching.custom_vmap
 def _checksum(x: Array) -> Array:
-    """Returns the sum of the bit patterns of an array, uint32."""
+    """Returns the sum of the bit patterns of an array, as uint32."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return _checksum(jnp.stack([x.real, x.imag]))
     width = jnp.finfo(x.dtype).bits

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Parses and formats numbers of bytes in human-readable form."""
 
 import decimal
 import re
@@ -14,26 +14,27 @@ _UNITS = {
     **{f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", start=1)},
     **{f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", start=1)},
 }
-# No machine has as many; sums of some such numbers fit 64 bits.
+# More than any machine has; the sum of a few such numbers still fits 64 bits.
 MOST_NBYTES = 2**62
-# What has more digits than this is far too large; beyond all exponents it is infinite.
+# A number with more than 60 digits is far too large anyway, so rounding it does no
+# harm. A number beyond all exponents becomes infinite.
 _EXACT = decimal.Context(prec=60, traps=[])
 
 
 def parse_nbytes(
     name: str, nbytes: Any, *, most: int = MOST_NBYTES, remedy: str = ""
 ) -> int:
-    """Returns a number of bytes that was given as an integer or as text.
+    """Returns the number of bytes that a user gave as an integer or as text.
 
     Args:
-        name: The argument that it is, as the user wrote it.
+        name: The name of the argument, as the user wrote it.
         nbytes: An integer, or a number with a unit: `"64MiB"`, `"1.5 GB"`.
         most: The most bytes.
-        remedy: A sentence that says what else may be given.
+        remedy: A sentence that names other valid values.
 
     Raises:
-        TypeError: It is neither an integer nor a string.
-        ValueError: It has no unit that is known, or is not from 1 to `most`.
+        TypeError: `nbytes` is neither an integer nor a string.
+        ValueError: `nbytes` has no known unit, or is not from 1 to `most`.
     """
     valid = f"{_VALID} {remedy}".rstrip()
     if isinstance(nbytes, bool) or not isinstance(nbytes, (int, np.integer, str)):
@@ -45,7 +46,7 @@ def parse_nbytes(
         match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", nbytes.strip())
         if match is None or match[2] not in _UNITS:
             raise ValueError(f"`{name}` cannot be read: {shown(nbytes)}. {valid}")
-        # A float has too few digits for some numbers of bytes, and no room for others.
+        # Not a float: it has too few digits for some numbers, and overflows for others.
         number = _EXACT.multiply(_EXACT.create_decimal(match[1]), _UNITS[match[2]])
     else:
         number = int(nbytes)
@@ -68,7 +69,7 @@ _VALID = (
 
 
 def readable(nbytes: int) -> str:
-    """Returns bytes in binary units, with three digits or so."""
+    """Formats bytes in binary units, with one decimal."""
     if nbytes < 1024:
         return f"{nbytes} B"
     size = float(nbytes)

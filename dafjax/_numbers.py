@@ -1,4 +1,4 @@
-"""Checks of the counts and the real numbers that users give."""
+"""Checks of counts and real numbers in users' arguments."""
 
 import numbers
 import sys
@@ -10,18 +10,18 @@ import numpy as np
 def as_count(
     name: str, value: Any, *, least: int, most: int | None = None, remedy: str = ""
 ) -> int:
-    """Returns a count that was given as an integer of Python or of NumPy.
+    """Checks a count, a Python or NumPy integer, and returns it as an int.
 
     Args:
-        name: The argument that it is, as the user wrote it.
-        value: What the user gave.
-        least: The least count.
-        most: The greatest; None if there is none.
+        name: The name of the argument, as the user wrote it.
+        value: The user's argument.
+        least: The least valid count.
+        most: The greatest valid count; None for no limit.
         remedy: A sentence that says what to do instead.
 
     Raises:
-        TypeError: It is no integer, or a bool.
-        ValueError: It is out of range.
+        TypeError: `value` is not an integer, or is a bool.
+        ValueError: `value` is out of range.
     """
     valid = (
         f"at least {least}" if most is None else f"an integer from {least} to {most}"
@@ -48,19 +48,20 @@ def as_real(
     includes_lowest: bool = True,
     remedy: str = "",
 ) -> int | float:
-    """Returns a number that was given as one of Python or of NumPy.
+    """Checks a real number of Python or NumPy, and returns it as an int or a float.
 
     Args:
-        name: The argument that it is, as the user wrote it.
-        value: What the user gave.
-        lowest: The end of the range.
-        highest: The other end, which is part of it; None: all that is finite.
-        includes_lowest: Whether `lowest` is part of it.
+        name: The name of the argument, as the user wrote it.
+        value: The user's argument.
+        lowest: The lower end of the range.
+        highest: The upper end, which is part of the range; None for the largest finite
+            float.
+        includes_lowest: Whether `lowest` is part of the range.
         remedy: A sentence that says what to do instead.
 
     Raises:
-        TypeError: It is no real number, or a bool.
-        ValueError: It is out of range, or no number (NaN).
+        TypeError: `value` is not a real number, or is a bool.
+        ValueError: `value` is out of range or NaN.
     """
     real = value
     if isinstance(value, np.integer):
@@ -79,7 +80,7 @@ def as_real(
             f"`{name}` must be a number, {valid}, but got `{shown(value)}` of type "
             f"`{type(value).__name__}`.{_after(remedy)}"
         )
-    # Nothing is true of NaN.
+    # Every comparison with NaN is false.
     inside = lowest <= real <= highest and (includes_lowest or real != lowest)
     if not inside:
         raise ValueError(
@@ -89,9 +90,9 @@ def as_real(
 
 
 def shown(value: object) -> str:
-    """Returns a value as an error shows it: short, and whatever it is."""
+    """Formats any value for an error message, in few characters."""
     if isinstance(value, numbers.Integral) and abs(int(value)) >= 10**_MOST_DIGITS:
-        # Python itself refuses to write integers of thousands of digits.
+        # Python refuses to convert integers of thousands of digits to text.
         return f"an integer of {int(value).bit_length()} bits"
     text = repr(value.item() if isinstance(value, np.generic) else value)
     return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."

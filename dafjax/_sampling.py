@@ -1,4 +1,4 @@
-"""Which elements of an array stand for all."""
+"""Chooses a representative sample of an array's elements."""
 
 import functools
 import math
@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 
 
 def with_auto_axes(measure: Callable[[jax.Array], Any], x: jax.Array) -> Any:
-    """Calls a function that takes samples of an array, on any mesh.
+    """Calls a function that samples an array, on any mesh.
 
-    On explicit axes, what is cut out of an array must divide among devices as it does.
-    XLA knows no such bound.
+    On explicit mesh axes JAX requires that a slice divides among devices as its array
+    does. On automatic axes XLA has no such requirement, so `measure` runs on those.
 
     Args:
-        measure: Returns arrays, of which each device gets the whole.
+        measure: Takes samples and returns arrays, which every device gets whole.
         x: The array.
     """
     mesh = jax.typeof(x).sharding.mesh
@@ -29,21 +29,22 @@ def with_auto_axes(measure: Callable[[jax.Array], Any], x: jax.Array) -> Any:
 
 
 def sample_elements(x: jax.Array, most: int, longest_row: int) -> jax.Array:
-    """Returns at most so many elements of an array.
+    """Returns at most `most` elements of an array, evenly spread.
 
-    Their distance in memory is one by which they see all places of each dimension about
-    equally often: also the token that a classification reads alone, where no other has
-    a cotangent, and the lattice that cotangents are on behind strided convolutions.
-    Devices that share the array exchange few of its elements.
+    It takes elements at one fixed distance in memory, chosen so that the samples hit
+    all indices of each dimension about equally often. So they also hit a single token
+    that a classification reads (no other token has a cotangent), and the lattice of
+    nonzero cotangents before strided convolutions. Devices that share the array
+    exchange few of its elements.
 
     Args:
         x: An array.
         most: The most samples, at least 1.
-        longest_row: Into rows of how many at most the samples will be divided: without
-            rest, if there is such a distance.
+        longest_row: The most elements of the rows into which the caller divides the
+            samples. They divide without remainder if a suitable distance exists.
 
     Returns:
-        The elements, `[samples]`: all of the array, if it has no more.
+        The elements, `[samples]`; the whole array if it has at most `most` elements.
     """
     elements = jnp.reshape(x, x.size)
     if x.size <= most:
@@ -54,10 +55,10 @@ def sample_elements(x: jax.Array, most: int, longest_row: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=1024)
 def _distance(shape: tuple[int, ...], most: int, longest_row: int) -> int:
-    """Returns the distance of at most so many samples of an array.
+    """Returns a distance in memory that gives at most `most` samples of an array.
 
-    Of some distances, up to a quarter longer than the shortest, it is the first by
-    which the samples are spread evenly and divide into rows, or the best.
+    It tries distances from the shortest up to a quarter longer. It returns the first
+    that spreads the samples evenly and lets them divide into rows, or else the best.
     """
     size = math.prod(shape)
     shortest = -(-size // most)
@@ -72,7 +73,7 @@ def _distance(shape: tuple[int, ...], most: int, longest_row: int) -> int:
     if num_longer <= _NUM_DISTANCES:
         distances = range(shortest, shortest + num_longer + 1)
     else:
-        # Odd, in step with no power of two.
+        # Use odd distances, which are not in step with a power of two.
         spread = (num_longer * n // _NUM_DISTANCES for n in range(_NUM_DISTANCES))
         distances = [shortest + longer | 1 for longer in spread]
     costs: dict[int, float] = {}
@@ -83,23 +84,25 @@ def _distance(shape: tuple[int, ...], most: int, longest_row: int) -> int:
     return min(costs, key=costs.__getitem__)
 
 
-# So many distances are tried, and the first is taken that costs less than that.
+# The number of distances to try, and the cost below which a distance is good enough.
 _NUM_DISTANCES = 36
 _GOOD = 1.35
 
-# Samples that leave a rest are worth as much as those of a distance so much longer.
+# Cost factor for samples that leave a remainder when divided into rows: they are worth
+# as much as samples at a distance longer by this factor.
 _REST = 1.5
 
 
 def _unevenness(places: np.ndarray, shape: Sequence[int]) -> float:
-    """Returns how many times too often, or too seldom, something is seen.
+    """Returns the worst factor by which samples hit something too often or too seldom.
 
-    That is each place of a dimension, or where there are too many of them each stretch
-    and each lattice of them; and each lattice of two neighboring dimensions.
+    It counts hits of each index of a dimension. If a dimension has too many indices, it
+    counts hits of ranges of indices, and of lattices (indices modulo a number). It also
+    counts hits of the lattices of two neighboring dimensions.
 
     Args:
-        places: What is seen, in row-major order.
-        shape: Of the array.
+        places: Flat indices of the samples, in row-major order.
+        shape: The shape of the array.
     """
     most = len(places) // _LEAST_SEEN
     worst = 1.0
@@ -128,7 +131,7 @@ def _unevenness(places: np.ndarray, shape: Sequence[int]) -> float:
     return worst
 
 
-# Of less than so many samples each, counts tell nothing.
+# Fewer expected hits than this make a count meaningless.
 _LEAST_SEEN = 8
 
 _STRETCHES = 64
@@ -136,7 +139,7 @@ _LATTICE = 8
 
 
 def num_rows(count: int, longest: int) -> int:
-    """Returns into how many rows to divide so many elements, without rest if possible.
+    """Returns the number of rows for `count` elements, without remainder if possible.
 
     Args:
         count: The number of elements, at least 1.

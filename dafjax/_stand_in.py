@@ -1,4 +1,4 @@
-"""What wrapped functions run while a step is traced for a comparison."""
+"""Transform override: another transform for wrapped functions during a comparison."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -7,17 +7,17 @@ from typing import Any, TypeAlias, final
 import jax
 
 
-# Makes of a function of flat arguments another one, as `jax.checkpoint` does.
+# Maps a function of flat arguments to another one, as `jax.checkpoint` does.
 Transform: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @final
 class StandIn:
-    """What runs in place of the functions that `remat_compress` made, and how often.
+    """A transform that replaces `remat_compress` in wrapped functions; counts calls.
 
-    Each is a value of its own, equal to no other. It is part of the keys of JAX's
-    caches, so that what is traced with it is never found without it, and that every
-    function that is wrapped is traced, and counted, however often it was before.
+    Each instance is equal only to itself and is part of the keys of JAX's caches. So
+    JAX never reuses a trace outside its override, and traces and counts every wrapped
+    function again, even if it was traced before.
     """
 
     def __init__(self, transform: Transform) -> None:
@@ -32,20 +32,20 @@ class StandIn:
 
 @contextlib.contextmanager
 def standing_in(transform: Transform) -> Iterator[StandIn]:
-    """Lets wrapped functions be transformed otherwise than by `remat_compress`.
+    """Replaces `remat_compress` for wrapped functions within a `with` block.
 
     Args:
-        transform: How. It is given the function that was wrapped, of flat arguments.
+        transform: The replacement. It takes the wrapped function of flat arguments.
     """
     stand_in = StandIn(transform)
     with _STAND_IN(stand_in):
         yield stand_in
 
 
-# Unlike a `contextvars.ContextVar`, JAX's caches know of it.
+# Unlike a `contextvars.ContextVar`, this is part of the keys of JAX's caches.
 _STAND_IN = jax.make_user_context(None)
 
 
 def current_stand_in() -> StandIn | None:
-    """Returns what wrapped functions are to run, if it is not they themselves."""
+    """Returns the active transform override, if any."""
     return _STAND_IN.value

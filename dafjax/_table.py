@@ -1,4 +1,4 @@
-"""Rows of text as a table of aligned columns."""
+"""Formats rows of text as a table with aligned columns."""
 
 from collections.abc import Container, Sequence
 
@@ -7,8 +7,8 @@ def align(rows: Sequence[Sequence[str]], *, right: Container[int]) -> str:
     """Returns the rows as lines, each column as wide as its widest cell.
 
     Args:
-        rows: Cells of equal number, the header among them.
-        right: The columns that are aligned on the right.
+        rows: The rows, header included; all have the same number of cells.
+        right: Indices of the columns to align on the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""What bits are allocated for, while a program runs."""
+"""Targets of the bit allocation during training."""
 
 import dataclasses
 from typing import TypeAlias, final
@@ -10,25 +10,25 @@ from dafjax._numbers import as_real
 @final
 @dataclasses.dataclass(frozen=True)
 class AverageBits:
-    """So many bits an element on average, more of them where they matter more.
+    """A number of bits per element on average, more for sensitive residuals.
 
-    While a program trains, the backward pass measures how much the gradient suffers
-    from the rounding of each residual. Bits are then given out anew, so that the
-    gradient's variance is least: in a `dafjax.stores.PagePool` before each step, and
-    nothing is compiled anew; in other stores by `dafjax.adaptive_jit`, which compiles a
-    step at most a few times.
+    During training the backward pass measures the sensitivity of each residual: how
+    much its rounding adds to the variance of the gradient. Bits are then allocated so
+    that this variance is least. A `dafjax.stores.PagePool` does this before each step
+    and recompiles nothing. For other stores `dafjax.adaptive_jit` does it, and
+    recompiles a step at most a few times.
 
-    What enters gradients nonlinearly has 2 bits at least as long as the average allows
-    it. What an exponential is taken of has 8, as fewer ruin a gradient: where that does
-    not fit, a pool gives it and the others their fewest, so that the average is above
-    the target (`PagePool.stats` shows it); `adaptive_jit` raises an error.
+    Residuals that enter gradients nonlinearly have at least 2 bits, as long as the
+    average allows this. Residuals that are arguments of an exponential have 8, because
+    fewer bits ruin a gradient. If these 8 bits do not fit, a pool still gives them, and
+    the other residuals get their minimum. The average is then above the target
+    (`PagePool.stats` shows it). `adaptive_jit` raises an error instead.
 
     Attributes:
-        bits: Bits of the codes of an element, from 1 to 8, without what blocks need
-            besides.
+        bits: Bits of the code of an element, from 1 to 8, without scales and minima.
 
     Raises:
-        TypeError: `bits` is no number.
+        TypeError: `bits` is not a number.
         ValueError: `bits` is out of range.
 
     Example:
@@ -54,13 +54,14 @@ class AverageBits:
 @final
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """So many bytes for all residuals in codes, as `AverageBits` otherwise.
+    """A number of bytes for all residuals in codes; otherwise like `AverageBits`.
 
-    It is a target for bits. The budget of a `dafjax.stores.PagePool` is a limit: what
-    does not fit it loses precision as it is put.
+    This is a target of the bit allocation. In contrast, the budget of a
+    `dafjax.stores.PagePool` is a limit: residuals lose precision if a new one does not
+    fit.
 
     Attributes:
-        nbytes: Bytes, or text such as `"64MiB"`, kept as a number.
+        nbytes: Bytes, or text such as `"64MiB"`, which is converted to a number.
 
     Raises:
         TypeError: `nbytes` is neither a number nor text.
@@ -84,14 +85,14 @@ class Budget:
 class NoiseCeiling:
     """As few bits as keep the gradient's noise below a share of the gradient.
 
-    An error bound in place of a budget, as AC-GC has it (Evans and Aamodt 2021).
+    This is an error bound in place of a budget, as in AC-GC (Evans and Aamodt 2021).
 
     Attributes:
-        relative: The most that the variance of the gradient may be, over the squared
-            norm of the gradient; above 0.
+        relative: The most variance of the gradient, divided by the squared norm of the
+            gradient; above 0.
 
     Raises:
-        TypeError: `relative` is no number.
+        TypeError: `relative` is not a number.
         ValueError: `relative` is out of range.
 
     Example:
@@ -113,7 +114,7 @@ Target: TypeAlias = AverageBits | Budget | NoiseCeiling
 
 
 def as_number(target: Target | None) -> tuple[str, float]:
-    """Returns the kind of a target and its value, as the compiled library has them."""
+    """Returns the kind and value of a target, as the compiled library takes them."""
     match target:
         case AverageBits(bits):
             return "average_bits", float(bits)

@@ -1,4 +1,4 @@
-"""How long reductions take here, and what is chosen: `python -m dafjax tune`."""
+"""Prints measured times of reductions and the choices: `python -m dafjax tune`."""
 
 import jax
 
@@ -13,7 +13,7 @@ def tune(*, redo: bool = False) -> int:
     """Prints the profiles of this machine's devices; returns 0.
 
     Args:
-        redo: Whether they are measured in any case.
+        redo: Whether to measure even if stored profiles exist.
     """
     for platform in ("cpu", "cuda"):
         try:

@@ -1,20 +1,23 @@
-"""How many bits each residual gets: from importances, sizes and a budget.
+"""Allocates bits to residuals from their sensitivities and sizes, within a budget.
 
-Rounding to `b` bits moves a value by about its block's range over `2^b - 1`. What that
-does to the gradient is, to first order, independent between residuals, so that
+Rounding to `b` bits moves a value by about the range of its quantization group over
+`2^b - 1`. To first order, the effects of different residuals on the gradient are
+independent. So
 
     variance of the gradient = sum over sites s of  C_s / (2^{b_s} - 1)^2
 
-where the importance `C_s` is the variance if site `s` alone has 1 bit (ActNN, Chen et
-al. 2021, section 4.2). A site is a place in the model that residuals come from.
+where the sensitivity `C_s` (`importance` in the code) is the variance if site `s` alone
+has 1 bit (ActNN, Chen et al. 2021, section 4.2). A site is a place in the model that
+residuals come from; its name is the residual id.
 
-The least variance within a budget of bits has, at the optimum, one price of a bit for
-all sites, the Lagrange multiplier: a site takes a step to more bits if the variance
-that this saves, over the bits that it costs, is above the price. Steps of a site save
-less and less for a bit, so that steps sorted by what they save are taken in an order
-that is possible; the price is where the budget ends. What is left then goes to later
-steps that fit. Where sites are few and large this can be worse than the same bits for
-all; so it is done from each number of bits that all can have, and the best one counts.
+The task is to minimize the variance within a budget of bits. At the optimum all sites
+pay the same price for a bit, the Lagrange multiplier: a site takes a step to more bits
+if the variance saved per bit is above the price. Each further step of a site saves less
+per bit than the one before. So the steps of all sites, sorted by variance saved per
+bit, keep the order of steps within a site. They are taken in this order until the
+budget ends, which sets the price. The rest of the budget goes to later steps that fit.
+With few and large sites this can be worse than equal bits for all. So the search runs
+from every number of bits that all sites can have, and the best result counts.
 """
 
 import dataclasses
@@ -26,21 +29,21 @@ from typing import final
 from dafjax._numbers import as_count, as_real
 
 
-# Codes of so many bits are prefixes of each other.
+# The bit widths whose codes are prefixes of each other.
 LADDER = (1, 2, 4, 8)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What is known of the residuals of one place in the model.
+    """The residuals of one place in the model, as bit allocation sees them.
 
     Attributes:
-        num_elements: Elements of all residuals that come from it.
-        importance: The variance of the gradient if these alone have 1 bit. Only ratios
-            between sites matter for `allocate`.
-        minimum: The fewest bits that it may get.
-        maximum: The most.
+        num_elements: Number of elements of all residuals of the site.
+        importance: The sensitivity of the site: the variance of the gradient if only
+            this site has 1 bit. For `allocate` only ratios between sites matter.
+        minimum: The fewest bits that the site may get.
+        maximum: The most bits that the site may get.
 
     Raises:
         TypeError: An attribute has a wrong type.
@@ -73,18 +76,18 @@ class Site:
 
 
 def distortion(bits: int) -> float:
-    """Returns `1 / (2^bits - 1)^2`: the variance against that of 1 bit."""
+    """Returns `1 / (2^bits - 1)^2`, the variance relative to the variance at 1 bit."""
     return 1.0 / (2**bits - 1) ** 2
 
 
 def expected_variance(sites: Sequence[Site], bits: Sequence[int]) -> float:
-    """Returns the variance of the gradient, in the unit of the importances.
+    """Returns the variance of the gradient, in the unit of the sensitivities.
 
     Args:
         sites: The sites.
-        bits: Bits of each.
+        bits: Bits of each site.
     """
-    # In order, so that the compiled library has the same sum.
+    # Sum in order, so that the compiled library computes exactly the same sum.
     total = 0.0
     for site, b in zip(sites, bits, strict=True):
         total += site.importance * distortion(b)
@@ -92,7 +95,7 @@ def expected_variance(sites: Sequence[Site], bits: Sequence[int]) -> float:
 
 
 def num_bits(sites: Sequence[Site], bits: Sequence[int]) -> int:
-    """Returns the bits of all codes, without what blocks need besides."""
+    """Returns the total bits of all codes, without scales and minima."""
     return sum(s.num_elements * b for s, b in zip(sites, bits, strict=True))
 
 
@@ -101,11 +104,12 @@ def allocate(sites: Sequence[Site], budget: int) -> tuple[int, ...]:
 
     Args:
         sites: The sites.
-        budget: The most bits that all codes may have, without what blocks need besides.
+        budget: The most bits of all codes together, without scales and minima.
 
     Returns:
-        The bits of each site: 1, 2, 4 or 8. If not all their minima fit, those are met
-        that save most for a bit; 1 bit each is the least.
+        The bits of each site: 1, 2, 4 or 8. If not all minima fit, the sites that save
+        the most variance per bit get their minimum first. Each site has at least 1 bit,
+        even if the budget is smaller.
 
     Example:
         >>> from dafjax.allocation import Site, allocate
@@ -123,11 +127,11 @@ def allocate(sites: Sequence[Site], budget: int) -> tuple[int, ...]:
 
 
 def _raised(sites: Sequence[Site], bits: list[int], budget: int) -> tuple[int, ...]:
-    """Takes steps upwards, those that save most for a bit first, while they fit."""
+    """Takes steps to more bits while they fit, the largest saving per bit first."""
     left = budget - num_bits(sites, bits)
     for step in _steps(sites, bits):
         cost = sites[step.site].num_elements * (step.after - step.before)
-        # A step that did not fit bars those after it.
+        # A step that did not fit excludes the later steps of the same site.
         if bits[step.site] == step.before and cost <= left:
             bits[step.site] = step.after
             left -= cost
@@ -137,14 +141,14 @@ def _raised(sites: Sequence[Site], bits: list[int], budget: int) -> tuple[int, .
 def allocate_to_variance(sites: Sequence[Site], ceiling: float) -> tuple[int, ...]:
     """Returns few bits whose expected variance is not above a ceiling.
 
-    An error bound in place of a budget, as AC-GC has it (Evans and Aamodt 2021).
+    This is an error bound in place of a budget, as in AC-GC (Evans and Aamodt 2021).
 
     Args:
         sites: The sites.
-        ceiling: The most variance, in the unit of the importances.
+        ceiling: The most variance, in the unit of the sensitivities.
 
     Returns:
-        The bits of each site; the maxima where these do not suffice.
+        The bits of each site; the maxima if even these do not meet the ceiling.
 
     Example:
         >>> from dafjax.allocation import Site, allocate_to_variance
@@ -167,13 +171,13 @@ def allocate_to_variance(sites: Sequence[Site], ceiling: float) -> tuple[int, ..
 @final
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """From one number of bits of a site to the next.
+    """A step of one site from one number of bits to the next.
 
     Attributes:
-        site: Its number.
-        before: Bits.
-        after: Bits.
-        saved: Variance that the step saves for each bit that it costs.
+        site: The index of the site.
+        before: Bits before the step.
+        after: Bits after the step.
+        saved: Variance that the step saves per bit of budget.
     """
 
     site: int
@@ -183,7 +187,7 @@ class _Step:
 
 
 def _steps(sites: Sequence[Site], bits: Sequence[int]) -> list[_Step]:
-    """Returns the steps upwards from `bits`, those that save most for a bit first."""
+    """Returns the steps to more bits from `bits`, the largest saving per bit first."""
     steps = []
     for number, (site, lowest) in enumerate(zip(sites, bits, strict=True)):
         for before, after in itertools.pairwise(LADDER):
@@ -193,12 +197,12 @@ def _steps(sites: Sequence[Site], bits: Sequence[int]) -> list[_Step]:
                 steps.append(
                     _Step(number, before, after, site.importance * less / cost)
                 )
-    # Stable: the steps of a site, and equal ones, stay in order.
+    # The sort is stable: steps of a site, and steps of equal saving, stay in order.
     return sorted(steps, key=lambda step: -step.saved)
 
 
 def _lowest(sites: Sequence[Site], budget: int) -> list[int]:
-    """Returns the minima of the sites; the most useful of them if not all fit."""
+    """Returns the minima of the sites; if not all fit, the most useful of them."""
     bits = [site.minimum for site in sites]
     if num_bits(sites, bits) <= budget:
         return bits

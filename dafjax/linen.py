@@ -1,4 +1,4 @@
-"""`remat_compress` for Flax Linen: used like `flax.linen.remat`, lifted like it."""
+"""`remat_compress` for Flax Linen: a lifted transform, used like `flax.linen.remat`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -43,18 +43,18 @@ def remat_compress(
     max_parts: int | None = None,
     seed: int | jax.Array = 0,
 ) -> Target:
-    """Makes a module keep what its backward pass needs in a few bits.
+    """Makes a module save its residuals for the backward pass in a few bits.
 
-    Takes the place of `flax.linen.remat`, on the class of a block or as a decorator of
-    a method, also below `flax.linen.scan`, and takes its arguments. Parameters, their
-    names, and the other variables are those of `flax.linen.remat`, as are random
-    numbers; how results and gradients relate to those of the plain module is said at
-    `dafjax.remat_compress`.
+    It replaces `flax.linen.remat` and takes the same arguments: use it on the class of
+    a block or as a decorator of a method, also below `flax.linen.scan`. Parameters,
+    their names, other variables and random numbers are the same as with
+    `flax.linen.remat`. `dafjax.remat_compress` says how results and gradients relate to
+    those of the plain module.
 
-    The input of a block is mostly the output of the block before, which nothing else
-    keeps alive. So arguments that are passed by position are decided about like values
-    made inside, where the backward pass needs them. Variables, and arguments that are
-    passed by keyword, are used as they are.
+    The input of a block is mostly the output of the previous block, and nothing else
+    keeps it alive. So if the backward pass needs a positional argument, the policy
+    decides about it as about any value computed inside. Variables and keyword
+    arguments are used unchanged.
 
     Args:
         target: A class of modules, or a function whose first argument is a module.
@@ -62,16 +62,18 @@ def remat_compress(
         rngs: Random streams that the target may use. By default all.
         concrete: As in `dafjax.remat_compress`: it has no effect.
         prevent_cse: As in `dafjax.remat_compress`: it has no effect.
-        static_argnums: Positions of arguments that are not arrays, hashable. `self`
-            counts, so that 1 is the first argument of a call.
-        policy: What becomes of each residual, as in `dafjax.remat_compress`; also a
+        static_argnums: Positions of hashable arguments that are not arrays. `self` is
+            position 0, so the first argument of a call is 1.
+        policy: Decides about each residual, as in `dafjax.remat_compress`; may be a
             policy of `jax.checkpoint`. `None`: `dafjax.policies.CompressExpensive()`.
-        methods: Names of the methods to wrap. `None`: `__call__`. A function has none.
+        methods: Names of the methods to wrap. `None`: `__call__`. For a function, leave
+            it out.
         bits: As in `dafjax.remat_compress`. `None` turns dafjax off.
-        store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
+        store: Keeps packed residuals. `None`: `dafjax.stores.Arrays()`.
         activation_argnums: Positions of arguments that nothing else keeps alive,
-            counted likewise. `None`: all. Leave out an array that many blocks are
-            given, as a mask: it is kept once as it is, but packed once for each block.
+            counted as in `static_argnums`. `None`: all. Leave out an array that many
+            blocks share, such as a mask: uncompressed it is saved once, but packed it
+            is saved once per block.
         rematerialize: As in `dafjax.remat_compress`.
         max_parts: As in `dafjax.remat_compress`.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
@@ -116,7 +118,7 @@ def remat_compress(
         prevent_cse=prevent_cse,
         concrete=concrete,
     )
-    # Checks the options now, not in the first call.
+    # Check the options now, not in the first call.
     compress(target)
     _check_positions("static_argnums", static_argnums)
     if activation_argnums is not None:
@@ -124,8 +126,8 @@ def remat_compress(
         _check_positions("activation_argnums", activation_argnums)
     _check_methods(methods)
 
-    # Flax builds the names of modules from this one: `flax.linen.remat` has the same,
-    # so that parameters of one fit the other.
+    # Flax builds module names from the name of this function. `flax.linen.remat` uses
+    # the same name, so parameters of one fit the other.
     def checkpoint(scope_function: Callable[..., Any]) -> Callable[..., Any]:
         def lifted(
             make_scope: Callable[..., Any],
@@ -135,7 +137,7 @@ def remat_compress(
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            # The state stands where the caller wrote `self`: positions count alike.
+            # The state takes the position of `self`, so positions stay the same.
             def pure(state: Any, *args: Any, **kwargs: Any) -> Any:
                 scope = make_scope(*state)
                 return scope_function(scope, *args, **kwargs), repack(scope)

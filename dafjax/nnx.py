@@ -37,41 +37,41 @@ def remat_compress(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """Makes a function of modules keep what its backward pass needs in a few bits.
+    """Makes a function of modules save its residuals in a few bits.
 
-    Takes the place of `flax.nnx.remat`, on a function that takes modules or as a
-    decorator of a method, also below `flax.nnx.scan`, and takes its arguments.
-    Variables that the function
-    changes, as batch statistics and counts of random streams, are changed as
-    `flax.nnx.remat` changes them, shared ones once; how results and gradients relate to
-    those of the plain function is said at `dafjax.remat_compress`.
+    It replaces `flax.nnx.remat` and takes the same arguments: use it on a function that
+    takes modules or as a decorator of a method, also below `flax.nnx.scan`. Variables
+    that the function changes, such as batch statistics and counts of random streams,
+    change as with `flax.nnx.remat`; shared variables change once.
+    `dafjax.remat_compress` says how results and gradients relate to those of the plain
+    function.
 
-    The input of a block is mostly the output of the block before, which nothing else
-    keeps alive. So arrays that are passed by position are decided about like values
-    made inside, where the backward pass needs them. Variables and what else modules
-    hold, and arguments that are passed by keyword, are used as they are.
+    The input of a block is mostly the output of the previous block, and nothing else
+    keeps it alive. So if the backward pass needs a positional array argument, the
+    policy decides about it as about any value computed inside. Variables, other
+    contents of modules, and keyword arguments are used unchanged.
 
     Args:
         f: The function. Its arguments are pytrees of arrays, modules and other NNX
             objects; its results are pytrees of arrays.
-        policy: What becomes of each residual, as in `dafjax.remat_compress`; also a
+        policy: Decides about each residual, as in `dafjax.remat_compress`; may be a
             policy of `jax.checkpoint`. `None`: `dafjax.policies.CompressExpensive()`.
         bits: As in `dafjax.remat_compress`. `None` turns dafjax off.
-        store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
-        static_argnums: Positions of arguments that are not arrays, hashable. In a
-            method `self` counts.
+        store: Keeps packed residuals. `None`: `dafjax.stores.Arrays()`.
+        static_argnums: Positions of hashable arguments that are not arrays. In a method
+            `self` is position 0.
         activation_argnums: Positions of arguments whose arrays nothing else keeps
-            alive, counted likewise. `None`: all. Leave out an array that many blocks
-            are given, as a mask: it is kept once as it is, but packed once for each
-            block.
+            alive, counted as in `static_argnums`. `None`: all. Leave out an array that
+            many blocks share, such as a mask: uncompressed it is saved once, but packed
+            it is saved once per block.
         rematerialize: As in `dafjax.remat_compress`.
         max_parts: As in `dafjax.remat_compress`.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
         prevent_cse: As in `dafjax.remat_compress`: it has no effect.
-        graph: Of `flax.nnx.remat`, where `False` refuses variables that modules share.
-            It has no effect: dafjax takes these, too.
-        graph_updates: Of `flax.nnx.remat`, where `False` leaves out variables that the
-            function adds to modules. It has no effect: dafjax adds them.
+        graph: Has no effect. In `flax.nnx.remat`, `False` refuses variables that
+            modules share; dafjax always accepts them.
+        graph_updates: Has no effect. In `flax.nnx.remat`, `False` leaves out variables
+            that the function adds to modules; dafjax always adds them.
 
     Returns:
         A function with the signature of `f`.
@@ -121,7 +121,7 @@ def remat_compress(
         seed=seed,
         prevent_cse=prevent_cse,
     )
-    # Checks the options now, not in the first call.
+    # Check the options now, not in the first call.
     compress(f)
     if activation_argnums is not None:
         compress(f, activation_argnums=activation_argnums)
@@ -140,12 +140,12 @@ def _lift(
     compress: Callable[..., Callable[..., Any]],
     activation_argnums: int | Sequence[int] | None,
 ) -> Callable[..., Any]:
-    """Makes a transformation of functions of arrays one of functions of modules."""
+    """Lifts a transformation of functions of arrays to functions of modules."""
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        # One list, so that what the modules share is split off once.
+        # Split one list, so that variables which modules share are split off once.
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
         graphdef, state = nnx.split(nodes)
 
@@ -160,7 +160,7 @@ def _lift(
             args, kwargs = structure.unflatten(leaves)
             results = f(*args, **kwargs)
             after = _values(nodes)
-            # What is as it was is not returned: parameters stay the caller's arrays.
+            # Return only changed variables: parameters stay the caller's arrays.
             changed = {
                 path for path, value in after.items() if value is not before.get(path)
             }

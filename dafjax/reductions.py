@@ -1,21 +1,22 @@
 """Reductions of rows in one pass: least and greatest value, sum of squares.
 
-On CPUs and on NVIDIA GPUs they are custom calls, elsewhere `jax.numpy`. A strategy says
-how parts of a row are put together:
+On CPUs and NVIDIA GPUs they are custom calls, elsewhere `jax.numpy`. Long rows are
+split into parts of at least 8192 elements. The strategy says how the results of the
+parts are combined:
 
-- `"parallel"`: parts leave what they have found, and a second step combines it. The
-  result does not depend on which part is done first.
-- `"atomic"`: whoever has a part changes the row's result atomically. The last bits of a
-  sum may differ from call to call.
-- `"hybrid"`: threads that share memory combine what they have, and the last of their
-  groups to be done finishes the row. Sums are always combined in the same order.
-- `"auto"`: what is fastest on the device for so many rows of that length, of those
-  whose results are the same from call to call. How long they take is measured when the
-  first program with such a reduction is compiled, in some 0.3 s, and kept in a file for
-  later processes, until the driver, the power mode or dafjax changes. `python -m dafjax
-  tune` shows it, and with `--redo` measures anew. Rows of one part (8192 elements) need
-  no second step, and programs that are compiled for a GPU that is not there take
-  `"hybrid"`.
+- `"parallel"`: each part stores its result, and a second step combines them. The result
+  does not depend on which part finishes first.
+- `"atomic"`: each part updates the row's result atomically. The last bits of a sum may
+  differ from call to call.
+- `"hybrid"`: threads that share memory combine their results, and the last thread group
+  to finish completes the row. Sums are always combined in the same order.
+- `"auto"`: the fastest strategy on the device for this number and length of rows, among
+  those whose results are the same in every call. The times are measured when the first
+  program with such a reduction is compiled, in about 0.3 s. They are stored in a file
+  for later processes, until the driver, the power mode or dafjax changes.
+  `python -m dafjax tune` prints them, and measures again with `--redo`. Rows of one
+  part (up to 8192 elements) need no second step. Programs that are compiled for a GPU
+  which this machine does not have use `"hybrid"`.
 
 Subnormal values count as zero, and zeros are +0.
 """
@@ -28,14 +29,14 @@ def minmax(x: Array, *, strategy: str = "auto") -> tuple[Array, Array]:
     """Finds the least and the greatest value of each row in one pass.
 
     Args:
-        x: float32, bfloat16 or float16 `[*batch, n]`. For those of a whole array, pass
+        x: float32, bfloat16 or float16 `[*batch, n]`. To reduce a whole array, pass
             `x.reshape(-1)`.
-        strategy: `"parallel"`, `"atomic"`, `"hybrid"` or `"auto"`. The results are the
-            same.
+        strategy: `"parallel"`, `"atomic"`, `"hybrid"` or `"auto"`. All give the same
+            results.
 
     Returns:
-        `(minimum, maximum)`: arrays `[*batch]` of the dtype of `x`. Both are NaN where
-        a row has a NaN; those of an empty row are +Inf and -Inf.
+        `(minimum, maximum)`: arrays `[*batch]` of the dtype of `x`. Both are NaN if the
+        row has a NaN; an empty row gives +Inf and -Inf.
 
     Raises:
         TypeError: `x` has another dtype.
@@ -57,7 +58,7 @@ def sum_of_squares(x: Array, *, strategy: str = "auto") -> Array:
     """Adds up the squares of each row.
 
     Args:
-        x: float32, bfloat16 or float16 `[*batch, n]`. For that of a whole array, pass
+        x: float32, bfloat16 or float16 `[*batch, n]`. To reduce a whole array, pass
             `x.reshape(-1)`.
         strategy: `"parallel"`, `"atomic"`, `"hybrid"` or `"auto"`. With `"atomic"` the
             last bits may differ from call to call.

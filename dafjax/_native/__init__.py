@@ -1,4 +1,4 @@
-"""Custom calls as JAX primitives: packing, unpacking, and ties."""
+"""Custom calls as JAX primitives: packing, unpacking, and barriers."""
 
 from dafjax._native._affine import (
     pack_affine as pack_affine,

@@ -38,19 +38,20 @@ def pack_affine(
 ) -> tuple[Array, Array, Array]:
     """Encodes each row of an array as affine codes: `xla_ffi/README.md`, section 2.
 
-    With `columns`, each row is a matrix `[n / columns, columns]` in C order, and blocks
-    are of its columns: section 4. The sizes of the results are then those of its tiles
-    and blocks; without, they are those below.
+    With `columns`, each row is a matrix `[n / columns, columns]` in C order, and each
+    quantization group lies within one column: section 4. Section 4 then also gives the
+    sizes of the results; the sizes below are for `columns=0`.
 
     Args:
         x: float32, bfloat16 or float16 `[*batch, n]`.
         seed: uint32 scalar; not read if `stochastic` is false.
         bits: Bits of a code: 1, 2, 3, 4 or 8.
-        block_size: Elements that share a scale: 64, 128, 256, 512 or 1024.
-        stochastic: Whether codes are rounded at random, without bias, or to nearest.
-        dithered: Whether the noise of stochastic rounding is subtracted by
-            `unpack_affine`, which halves the variance of the error: section 3.
-        columns: The columns of a row, a divisor of `n`; 0 for blocks of consecutive
+        block_size: Elements of a quantization group, which share a scale: 64, 128, 256,
+            512 or 1024.
+        stochastic: Whether to round codes stochastically (unbiased) or to nearest.
+        dithered: Whether `unpack_affine` subtracts the noise of stochastic rounding,
+            which halves the variance of the error: section 3.
+        columns: The columns of a row, a divisor of `n`; 0 for groups of consecutive
             elements.
 
     Returns:
@@ -59,7 +60,8 @@ def pack_affine(
 
     Raises:
         TypeError: `x` or `seed` has another dtype.
-        ValueError: `x` is a scalar, `seed` is none, or a parameter is not in its set.
+        ValueError: `x` is a scalar, `seed` is not a scalar, or a parameter is not in
+            its set.
     """
     codes, scale, minimum = pack_affine_p.bind(
         x,
@@ -87,7 +89,7 @@ def unpack_affine(
 ) -> Array:
     """Decodes rows: `value = minimum + code * |scale|`, rounded to `dtype`.
 
-    With `seeds`, the noise that was added to codes is subtracted first.
+    With `seeds`, it first subtracts the noise that encoding added to the codes.
 
     Args:
         codes: uint16 `[*batch, ceil(size / 512) * 32 * bits]`.
@@ -96,10 +98,10 @@ def unpack_affine(
         *after: Arrays of any shape that are computed first. They are not read.
         size: Elements of a row.
         dtype: float32, bfloat16 or float16.
-        bits: As they were encoded with.
-        block_size: As it was encoded with.
-        columns: As it was encoded with.
-        seeds: uint32 `[*batch]`, the seed of every row, if it was encoded with
+        bits: The argument of `pack_affine`.
+        block_size: The argument of `pack_affine`.
+        columns: The argument of `pack_affine`.
+        seeds: uint32 `[*batch]`, the seed of every row, if the rows were encoded with
             `dithered`; else `None`.
 
     Returns:
@@ -107,7 +109,7 @@ def unpack_affine(
 
     Raises:
         TypeError: An operand or `dtype` is not of the dtypes above.
-        ValueError: The shapes do not belong to the parameters.
+        ValueError: The shapes do not fit the parameters.
     """
     return unpack_affine_p.bind(
         codes,
@@ -223,7 +225,7 @@ def _divide_unpack(
 
 
 def check_parameters(function: str, bits: int, block_size: int) -> None:
-    """Raises ValueError unless there are codes of these parameters."""
+    """Raises ValueError unless the format supports these parameters."""
     if bits not in BITS:
         raise ValueError(f"{function}: `bits` must be one of {BITS}, not {bits}.")
     if block_size not in BLOCK_SIZES:
@@ -233,7 +235,7 @@ def check_parameters(function: str, bits: int, block_size: int) -> None:
 
 
 def check_columns(function: str, columns: int, size: int) -> None:
-    """Raises ValueError unless a row of `size` elements has so many columns."""
+    """Raises ValueError unless `columns` is 0 or divides a row of `size` elements."""
     if columns < 0 or (columns > 0 and size % columns != 0):
         raise ValueError(
             f"{function}: `columns` must be 0 or divide the elements of a row, {size}, "
@@ -244,7 +246,7 @@ def check_columns(function: str, columns: int, size: int) -> None:
 def check_dtype(
     function: str, name: str, dtype: np.dtype, valid: Sequence[np.dtype]
 ) -> None:
-    """Raises TypeError unless a dtype is one of the valid ones."""
+    """Raises TypeError unless `dtype` is in `valid`."""
     if dtype not in valid:
         names = " or ".join(d.name for d in valid)
         raise TypeError(f"{function}: `{name}` must be {names}, not {dtype.name}.")
@@ -279,7 +281,7 @@ def _batch_pack(
     x = to_front(x, axes[0], batch_size(operands, axes))
     if axes[1] is None:
         return pack_affine_p.bind(x, seed, **params), (0, 0, 0)
-    # The custom call takes one seed: rows with seeds of their own go one by one.
+    # The custom call takes one seed, so rows with different seeds go one by one.
     packed = lax.map(
         lambda row: pack_affine_p.bind(*row, **params),
         (x, jnp.moveaxis(seed, axes[1], 0)),

@@ -1,7 +1,8 @@
-"""Primitive that encodes blocks of columns, and sums columns.
+"""Primitive that encodes per-channel groups and sums each column.
 
-A batch norm sums what a convolution gave, and its squares. On GPUs the kernel that
-packs it has all of it in registers.
+A batch norm sums the output of a convolution, and its squares. On GPUs the kernel that
+packs this output has all of it in registers, so it sums too (reduction fused with
+packing).
 """
 
 from collections.abc import Sequence
@@ -38,21 +39,20 @@ def pack_affine_and_sum(
 
     Args:
         x: float32 `[*batch, n]`.
-        seed: As for `pack_affine`, and so are the other arguments.
+        seed: As in `pack_affine`; so are the other arguments.
         bits: Bits of a code.
         block_size: Elements that share a scale.
-        stochastic: Whether codes are rounded at random.
+        stochastic: Whether to round codes stochastically.
         dithered: Whether the decoder subtracts the noise.
         columns: The columns of a row, a divisor of `n`, at least 1.
 
     Returns:
-        Codes, scale and minimum, as `pack_affine` returns them, and the sums of all
-        values of a column, and of their squares, over the batch too: float32
-        `[columns]`.
+        Codes, scale and minimum, as `pack_affine` returns them; then the sum of each
+        column and the sum of its squares, both over the batch too: float32 `[columns]`.
 
     Raises:
         TypeError: As `pack_affine` raises it, or `x` is not float32.
-        ValueError: As `pack_affine` raises it, or there are no columns.
+        ValueError: As `pack_affine` raises it, or `columns` is 0.
     """
     codes, scale, minimum, total, of_squares = pack_affine_and_sum_p.bind(
         x,
@@ -86,7 +86,7 @@ def _pack_and_sum(x: Array, seed: Array, *, columns: int, **params: Any) -> list
 
 def _sum_blocks(x: Array, seed: Array, *, columns: int, **params: Any) -> list[Array]:
     *packed, total, of_squares = _blocks_p.bind(x, seed, columns=columns, **params)
-    # Lanes of blocks next to each other are of columns next to each other.
+    # Lanes of adjacent groups belong to adjacent columns.
     sums = sum_together([b.reshape(-1, columns) for b in (total, of_squares)])
     return [*packed, *sums]
 

@@ -1,4 +1,4 @@
-"""Primitives that store booleans as single bits, exactly."""
+"""Primitives that pack booleans into single bits and unpack them, exactly."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def unpack_bitmask(words: Array, *after: Array, size: int) -> Array:
 
     Raises:
         TypeError: `words` is not uint16.
-        ValueError: The shape does not belong to `size`.
+        ValueError: The shape does not fit `size`.
     """
     return unpack_bitmask_p.bind(words, *filter(can_pass_through, after), size=size)
 
@@ -121,6 +121,6 @@ unpack_bitmask_p: Primitive = make_primitive(
 )
 batching.primitive_batchers[pack_bitmask_p] = _batch_pack
 batching.primitive_batchers[unpack_bitmask_p] = _batch_unpack
-# Booleans have no tangent: neither primitive has an operand to refuse.
+# Booleans have no tangent, so neither primitive has an operand to refuse.
 refuse_derivatives(pack_bitmask_p, num_data=0)
 refuse_derivatives(unpack_bitmask_p, num_data=0)

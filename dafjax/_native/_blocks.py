@@ -1,4 +1,7 @@
-"""Blocks and tiles of a row in jax.numpy: `xla_ffi/README.md`, sections 1 and 4."""
+"""Quantization groups ("blocks") and tiles of a row, in jax.numpy.
+
+`xla_ffi/README.md`, sections 1 and 4.
+"""
 
 import dataclasses
 import math
@@ -15,15 +18,16 @@ class Blocks:
     """How the elements of a row are grouped; all methods keep the leading axes.
 
     Attributes:
-        block_size: Elements of a block.
-        columns: Columns of the matrix that a row is; 0 if blocks are of rows.
+        block_size: Elements of a group.
+        columns: Columns of the matrix that a row stands for; 0 for groups of
+            consecutive elements.
     """
 
     block_size: int
     columns: int
 
     def padded_size(self, size: int) -> int:
-        """Returns the least size from `size` on of whole blocks and whole tiles."""
+        """Returns the least size of whole groups and whole tiles that holds `size`."""
         unit = math.lcm(self.block_size, TILE if self.columns == 0 else ROWS)
         unit *= self._width
         return -(-size // unit) * unit
@@ -56,11 +60,11 @@ class Blocks:
         return x.swapaxes(-2, -3).reshape(*batch, count * TILE)
 
     def spread(self, parameters: Array, positions: int) -> Array:
-        """Gives what belongs to blocks to their elements.
+        """Broadcasts the parameters of groups to their elements.
 
         Args:
             parameters: `[*batch, blocks]`.
-            positions: How many rows of 32 elements there are, or folded rows.
+            positions: Number of rows of 32 elements, or of folded rows.
 
         Returns:
             `[*batch, positions, lanes]`.
@@ -77,17 +81,17 @@ class Blocks:
         return lax.slice_in_dim(spread, 0, positions, axis=-2)
 
     def of_tiles(self, parameters: Array, tiles: int) -> tuple[Array, Array]:
-        """Gives each tile what belongs to two of its blocks.
+        """Returns the parameters of two groups of each tile.
 
         Args:
-            parameters: uint32 `[*batch, blocks]`, at least the stored ones.
-            tiles: The tiles of a row.
+            parameters: uint32 `[*batch, blocks]`; the stored groups suffice.
+            tiles: Number of tiles of a row.
 
         Returns:
-            Of the blocks of lane 0 in row 0 and of lane 28 in row 14,
-            `[*batch, tiles]`; 0 where there is no such block.
+            The parameters of the group of lane 0 in row 0, and of the group of lane 28
+            in row 14, each `[*batch, tiles]`; 0 where there is no such group.
         """
-        # Slices and broadcasts, which XLA puts into the kernel that reads them.
+        # Only slices and broadcasts: XLA fuses these into the kernel that reads them.
         *batch, count = parameters.shape
         groups = self.lane_groups
         if self.columns:
@@ -107,7 +111,7 @@ class Blocks:
         return first, last
 
     def _repeat(self, blocks: Array, times: int, tiles: int) -> Array:
-        """Gives each of the tiles below one another what belongs to their block."""
+        """Repeats a group's parameters for the tiles that lie below one another."""
         *batch, count, _, groups = blocks.shape
         repeated = jnp.broadcast_to(blocks, (*batch, count, times, groups))
         repeated = repeated.reshape(*batch, count * times * groups)
@@ -115,10 +119,10 @@ class Blocks:
 
     @property
     def lane_groups(self) -> int:
-        """Tiles that lie side by side."""
+        """Number of tiles that lie side by side."""
         return 1 if self.columns == 0 else folded_width(self.columns) // LANES
 
     @property
     def _width(self) -> int:
-        """Blocks that lie side by side."""
+        """Number of groups that lie side by side."""
         return 1 if self.columns == 0 else folded_width(self.columns)

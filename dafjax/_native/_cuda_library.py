@@ -1,4 +1,4 @@
-"""The CUDA library of custom calls: found, loaded, registered once."""
+"""Finds, loads and registers the CUDA library of custom calls, once."""
 
 import ctypes
 import functools
@@ -10,7 +10,7 @@ import jax
 from dafjax._native import _library
 
 
-# Names of custom calls, and the library's functions behind them.
+# Custom call names, and the library functions that implement them.
 HANDLERS = {
     "dafjax_pack_affine": "dafjax_cuda_pack_affine",
     "dafjax_pack_affine_and_sum": "dafjax_cuda_pack_affine_and_sum",
@@ -31,8 +31,9 @@ _FILE = "libdafjax_cuda.so"
 
 
 def find() -> pathlib.Path | None:
-    """Returns where the library is, or None if dafjax was built without CUDA."""
-    # Beside the extension module: an editable install has them apart from the sources.
+    """Returns the library's path, or None if dafjax was built without CUDA."""
+    # It is next to the extension module, which an editable install keeps apart from
+    # the sources.
     spec = importlib.util.find_spec("dafjax._native._cpu")
     if spec is None or spec.origin is None:
         return None
@@ -42,11 +43,11 @@ def find() -> pathlib.Path | None:
 
 @functools.cache
 def load(path: pathlib.Path) -> ctypes.CDLL:
-    """Loads the library, which needs no driver.
+    """Loads the library; this needs no driver.
 
     Raises:
-        LibraryError: It does not load, or was built against newer FFI headers than
-            jaxlib's.
+        LibraryError: The library does not load, or was built against newer FFI headers
+            than jaxlib's.
     """
     try:
         library = ctypes.CDLL(str(path))
@@ -61,9 +62,9 @@ def load(path: pathlib.Path) -> ctypes.CDLL:
 
 
 def connect(library: ctypes.CDLL) -> None:
-    """Tells the library where page pools and ledgers are, and what packs on the CPU.
+    """Passes the library the pool, ledger and CPU packing functions.
 
-    All are in the extension module.
+    They are in the extension module.
 
     Raises:
         LibraryError: The extension module is missing or does not load.
@@ -83,13 +84,13 @@ def built_api(library: ctypes.CDLL) -> tuple[int, int]:
 
 @functools.cache
 def register() -> bool:
-    """Registers the custom calls with XLA's CUDA client, the first time it is called.
+    """Registers the custom calls with XLA's CUDA client, once per process.
 
     Returns:
         Whether there are any: False if dafjax was built without CUDA.
 
     Raises:
-        LibraryError: The library is there and cannot be used.
+        LibraryError: The library exists but cannot be used.
     """
     path = find()
     if path is None:

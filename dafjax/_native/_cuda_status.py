@@ -1,4 +1,4 @@
-"""What is there of CUDA, what is missing, and how to mend it."""
+"""The state of CUDA on this machine: parts found, the first problem, its remedy."""
 
 import ctypes
 import dataclasses
@@ -17,7 +17,8 @@ _BUILD = (
 )
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _ORIN = (8, 7)
-# From here on XLA runs convolutions of float32 on images as Flax has them.
+# From this capability on, XLA runs float32 convolutions in Flax's layout of images
+# (channels last).
 _HOPPER = (9, 0)
 _CHANNELS_LAST = "xla_gpu_force_conv_nhwc"
 
@@ -39,21 +40,21 @@ class CudaDevice:
 
 @dataclasses.dataclass(frozen=True)
 class CudaStatus:
-    """What is known of CUDA; `dafjax.cuda_status()` returns it.
+    """The state of CUDA, as `dafjax.cuda_status()` returns it.
 
     Attributes:
         path: The CUDA library, or None if dafjax was built without it.
-        architectures: What it was built for, as CMake writes it (`"87-real"`: machine
-            code for compute capability 8.7; `"80-virtual"`: code that a driver
-            translates for 8.0 and newer).
-        runtime_version: (major, minor) of the CUDA runtime inside of the library.
+        architectures: The architectures that the library was built for, as CMake writes
+            them (`"87-real"`: machine code for compute capability 8.7; `"80-virtual"`:
+            code that a driver translates for 8.0 and newer).
+        runtime_version: (major, minor) of the CUDA runtime inside the library.
         driver_version: The latest CUDA version that the driver supports, or None if
             there is no driver.
         devices: The GPUs that CUDA sees.
-        plugins: JAX's CUDA plugins that are installed, with their versions.
-        problem: What keeps dafjax from using a GPU, or None if nothing does.
-        remedy: What to do about it.
-        warnings: What else is known to go wrong.
+        plugins: The installed CUDA plugins of JAX, with their versions.
+        problem: The problem that keeps dafjax from using a GPU, or None.
+        remedy: The way to solve the problem, or None.
+        warnings: Other known problems.
     """
 
     path: str | None = None
@@ -68,16 +69,16 @@ class CudaStatus:
 
 
 def cuda_status() -> CudaStatus:
-    """Tells whether dafjax can use an NVIDIA GPU and, if not, what to do.
+    """Tells whether dafjax can use an NVIDIA GPU and, if not, the remedy.
 
-    Where there is no CUDA library, programs on a GPU run all the same: `jax.numpy`
-    makes the same bytes there, and is slower. `python -m dafjax doctor` prints the
-    status.
+    Programs run on a GPU without the CUDA library, too: `jax.numpy` then makes the same
+    bytes, but more slowly. `python -m dafjax doctor` prints the status.
+
+    This function never raises, starts nothing on a GPU, and initializes no JAX backend.
 
     Returns:
-        A `CudaStatus`. Its `problem` is None if nothing is in the way; otherwise
-        `remedy` says how to mend it. Nothing is started on a GPU, no backend of JAX is
-        initialized, and this never raises.
+        A `CudaStatus`. Its `problem` is None if dafjax can use a GPU; otherwise
+        `remedy` says how to solve the problem.
 
     Example:
         >>> import dafjax
@@ -86,7 +87,7 @@ def cuda_status() -> CudaStatus:
         True
     """
     status = CudaStatus()
-    # Each step adds what it finds, so that an error leaves the facts before it.
+    # Each step adds its findings, so an error keeps the earlier findings.
     try:
         status = dataclasses.replace(status, plugins=installed_plugins())
         path = _cuda_library.find()
@@ -103,7 +104,7 @@ def cuda_status() -> CudaStatus:
 
 
 def diagnose(status: CudaStatus) -> CudaStatus:
-    """Adds to what is known what the first obstacle is, and what to do about it."""
+    """Adds the first problem, its remedy and any warnings to a status."""
     problem, remedy = _obstacle(status)
     warnings = []
     if any(device.capability == _ORIN for device in status.devices):
@@ -128,8 +129,8 @@ def diagnose(status: CudaStatus) -> CudaStatus:
 def is_served(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Tells whether a GPU can run code that was built for `architectures`.
 
-    Machine code runs on GPUs of the same major version whose minor version is not less;
-    code that drivers translate, on all that are not older.
+    Machine code runs on GPUs of the same major version and the same or a later minor
+    version. Code that the driver translates runs on the same and all later versions.
     """
     for architecture in architectures:
         number, _, kind = architecture.partition("-")
@@ -185,7 +186,7 @@ def _obstacle(status: CudaStatus) -> tuple[str | None, str | None]:
 
 
 def _ask(library: ctypes.CDLL, status: CudaStatus) -> CudaStatus:
-    """Adds what the library knows of itself, the driver and the GPUs."""
+    """Adds the library's facts about itself, the driver and the GPUs."""
     architectures = library.dafjax_cuda_architectures().decode().split()
     driver = ctypes.c_int32(0)
     library.dafjax_cuda_driver_version(ctypes.byref(driver))
@@ -196,7 +197,7 @@ def _ask(library: ctypes.CDLL, status: CudaStatus) -> CudaStatus:
         driver_version=_version(driver.value) if driver.value else None,
     )
     count = ctypes.c_int32(0)
-    # Without a driver, or with one that is too old, this fails, and so it is 0.
+    # Without a driver, or with too old a driver, this call fails and `count` stays 0.
     library.dafjax_cuda_num_devices(ctypes.byref(count))
     devices = tuple(_device(library, index) for index in range(count.value))
     return dataclasses.replace(status, devices=devices)
@@ -228,7 +229,7 @@ def _device(library: ctypes.CDLL, index: int) -> CudaDevice:
 
 @functools.cache
 def installed_plugins() -> tuple[str, ...]:
-    """Returns JAX's CUDA plugins that are installed, with their versions."""
+    """Returns the installed CUDA plugins of JAX, with their versions."""
     found = []
     for name in _PLUGINS:
         try:
@@ -239,7 +240,7 @@ def installed_plugins() -> tuple[str, ...]:
 
 
 def _version(number: int) -> tuple[int, int]:
-    """Splits a version as CUDA writes it: 13020 is 13.2."""
+    """Splits a CUDA version number: 13020 is 13.2."""
     return number // 1000, number % 1000 // 10
 
 

@@ -1,4 +1,4 @@
-"""What the times of a device's kernels depend on."""
+"""The facts that determine how fast a device's kernels run."""
 
 import importlib.metadata
 import os
@@ -10,12 +10,12 @@ from dafjax._native._cuda_status import cuda_status
 from dafjax._typing import Device
 
 
-# Where Jetsons say what power mode they are in.
+# Jetsons write their power mode to this file.
 _POWER_MODE = pathlib.Path("/var/lib/nvpmodel/status")
 
 
 def describe(device: Device) -> dict[str, str]:
-    """Returns what times depend on: hardware, its driver and mode, versions."""
+    """Returns the facts that kernel times depend on: hardware, driver, versions."""
     facts = {
         "dafjax": importlib.metadata.version("dafjax"),
         "platform": device.platform,
@@ -48,7 +48,7 @@ def processor() -> str:
 
 
 def power_mode() -> str:
-    """Returns the power mode of a Jetson, as the system notes it; else nothing."""
+    """Returns a Jetson's power mode, as the system records it; else an empty text."""
     try:
         return _POWER_MODE.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""A tape: operations on scalars, one after another, in one custom call."""
+"""A tape: a sequence of operations on scalars, run by one custom call."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from dafjax._native._sharding import DivisionRule, batch_of, rows_like
 from dafjax._typing import Array
 
 
-# In the order of their numbers in `xla_ffi/format/tape.h`.
+# In the order of the enumeration in `xla_ffi/format/tape.h`.
 OPERATIONS = ("add", "multiply", "divide")
 _PLACE_BITS = 30
 
@@ -24,9 +24,9 @@ def tape_entry(operation: str, first: int, second: int) -> int:
 
     Args:
         operation: One of `OPERATIONS`.
-        first: The place of the first operand: what is given has the first places, then
-            come the results of entries.
-        second: That of the second one.
+        first: The place of the first operand. The given values have the first places;
+            the results of the entries follow.
+        second: The place of the second operand.
 
     Raises:
         ValueError: A place is negative, or 2^30 or more.
@@ -43,19 +43,19 @@ def tape_entry(operation: str, first: int, second: int) -> int:
 def evaluate(given: Array, *, tape: tuple[int, ...]) -> Array:
     """Runs a tape: `xla_ffi/README.md`, section 11.
 
-    XLA:CPU compiles some hundred operations on scalars in a second, and each is a
-    kernel or a part of one. A tape is one call.
+    XLA:CPU compiles only about a hundred scalar operations per second, and each becomes
+    a kernel or a part of one. A tape is a single call.
 
     Args:
         given: float32 `[*batch, m]`.
-        tape: What `tape_entry` returned for each of `n` operations.
+        tape: The `n` operations, as entries that `tape_entry` returned.
 
     Returns:
-        float32 `[*batch, m + n]`: what is given, then the results.
+        float32 `[*batch, m + n]`: the given values, then the results.
 
     Raises:
         TypeError: `given` is not float32.
-        ValueError: `given` is a scalar, or an entry reads what comes behind it.
+        ValueError: `given` is a scalar, or an entry reads its own or a later result.
     """
     return evaluate_p.bind(given, tape=tape)
 

@@ -9,9 +9,9 @@ from dafjax._typing import Array
 
 
 def first_order(x: Array) -> Array:
-    """Returns its argument; a derivative of it is a clear error.
+    """Returns its argument, and raises an error if it is differentiated.
 
-    For what stands behind a derivative rule, where a second derivative would be wrong.
+    Use it inside derivative rules, where a second derivative would be wrong.
     """
     return first_order_p.bind(x)
 
@@ -25,8 +25,8 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-# A primitive and not a `jax.custom_jvp`: JAX 0.11 with `jax_remat3` and
-# `jax_custom_vjp3` fails at one in the rule of a `custom_vjp`.
+# This is a primitive and not a `jax.custom_jvp`, because JAX 0.11 with `jax_remat3` and
+# `jax_custom_vjp3` fails on a `custom_jvp` in the rule of a `custom_vjp`.
 first_order_p = Primitive("dafjax_first_order")
 first_order_p.def_impl(lambda x: x)
 first_order_p.def_abstract_eval(lambda aval: aval)

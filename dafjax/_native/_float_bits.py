@@ -1,4 +1,4 @@
-"""Floating-point values by their bits, so that no compiler can flush or contract."""
+"""Floating-point arithmetic on bit patterns, which no compiler flushes or contracts."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,7 +26,7 @@ def widened_bits(x: Array) -> Array:
     """Returns the float32 pattern of a float32, bfloat16 or float16 array, exactly."""
     if x.dtype == jnp.bfloat16:
         return bfloat16_bits(x) << jnp.uint32(16)
-    # Every float16 is a normal float32 or zero, so that nothing is flushed.
+    # Every float16 is a normal float32 or zero, so this flushes nothing.
     return to_bits(x.astype(jnp.float32))
 
 
@@ -36,7 +36,7 @@ def is_finite(bits: Array) -> Array:
 
 
 def flush(bits: Array) -> Array:
-    """Turns the patterns of subnormals and of -0 into that of +0."""
+    """Turns the patterns of subnormals and of -0 into the pattern of +0."""
     has_exponent = (bits & jnp.uint32(EXPONENT_MASK)) != jnp.uint32(0)
     return jnp.where(has_exponent, bits, jnp.uint32(0))
 
@@ -72,7 +72,8 @@ def to_bfloat16_exact(x: Array) -> Array:
 def round_to(x: Array, dtype: jnp.dtype) -> Array:
     """Rounds finite float32 to nearest even in `dtype`.
 
-    In integers, because XLA may drop a narrowing cast that a widening one follows.
+    It computes in integers, because XLA may drop a narrowing cast before a widening
+    cast.
     """
     if dtype == jnp.float32:
         return x
@@ -83,7 +84,7 @@ def round_to(x: Array, dtype: jnp.dtype) -> Array:
     magnitude = bits & jnp.uint32(~_SIGN_MASK & 0xFFFFFFFF)
     # The exponent bias is 127 in float32 and 15 in float16.
     normal = (_round_off(magnitude, 13) - jnp.uint32(112 << 23)) >> jnp.uint32(13)
-    # Below 2^-14 the spacing of float16 is 2^-24, that of float32 from 0.5 to 1.
+    # Below 2^-14 float16 has the spacing 2^-24, as float32 has from 0.5 to 1.
     half = jnp.float32(0.5)
     subnormal = to_bits(from_bits(magnitude) + half) - to_bits(half)
     is_normal = magnitude >= jnp.uint32((127 - 14) << 23)
@@ -103,11 +104,11 @@ def _from_half_bits(bits: Array, dtype: jnp.dtype) -> Array:
 def power_over(scale: Array, exponent: Array) -> Array:
     """Divides `2^exponent` by positive bfloat16 values kept in float32.
 
-    With `scale = m * 2^(e - 7)`, 128 <= m < 256, the quotient is
-    `2^31 / m * 2^(exponent - e - 24)`, and `2^31 / m`, between 2^23 and 2^24, rounds to
-    an integer that float32 holds: the result is correctly rounded. No quotient is
-    halfway between two integers, since m would have to be a power of two. Integers,
-    because GPU division is approximate.
+    It divides integers, because GPU division is approximate. With
+    `scale = m * 2^(e - 7)`, 128 <= m < 256, the quotient is
+    `2^31 / m * 2^(exponent - e - 24)`. `2^31 / m` is between 2^23 and 2^24 and rounds
+    to an integer that float32 holds, so the result is correctly rounded. No quotient is
+    halfway between two integers, since m would have to be a power of two.
     """
     bits = to_bits(scale)
     mantissa = ((bits & jnp.uint32(_MANTISSA_MASK)) >> jnp.uint32(16)) + jnp.uint32(128)

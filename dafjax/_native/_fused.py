@@ -1,13 +1,14 @@
-"""Primitives that decode in the kernels that read the result, where XLA can do that.
+"""Primitives that decode, or pack masks, inside other kernels where XLA can fuse them.
 
-And one that packs masks where they are made, of the array that is compared: XLA:GPU
-would else write booleans, for a custom call to read.
+A custom call writes its decoded array to memory, and the next kernel reads it again.
+That doubles the bytes that the program moves anyway, and needs a temporary array.
+XLA:GPU fuses the decoder in `jax.numpy` well with a consumer that is elementwise or a
+sum. A matrix product needs its operands in memory, so a custom call decodes for it,
+which takes fewer instructions. On CPUs a custom call decodes everything, because
+XLA:CPU's code takes far more instructions.
 
-What a custom call decodes is written to memory and read again: twice the bytes that a
-program moves for it anyway, and a temporary array. XLA:GPU makes a good kernel of the
-decoder in `jax.numpy` and of what reads the result, if that is elementwise or a sum. A
-product needs its operands in memory, so that it is decoded for by a custom call, which
-takes fewer instructions; and on CPUs everything is, for XLA:CPU's code takes far more.
+The packing primitive packs a mask in the kernel that makes it from the compared array.
+Otherwise XLA:GPU would write booleans to memory for a custom call to read.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,9 +58,9 @@ def unpack_affine_fused(
         shape: The shape of the result.
         size: Elements of a row.
         dtype: float32, bfloat16 or float16.
-        bits: As they were encoded with, and so are `block_size` and `columns`.
+        bits: The argument of `pack_affine`; so are `block_size` and `columns`.
         block_size: Elements that share a scale.
-        columns: The columns of a row, 0 for blocks of consecutive elements.
+        columns: The columns of a row; 0 for groups of consecutive elements.
         seeds: uint32 `[*batch]`, as for `unpack_affine`.
 
     Returns:
@@ -67,7 +68,7 @@ def unpack_affine_fused(
 
     Raises:
         TypeError: As `unpack_affine` raises it.
-        ValueError: So too.
+        ValueError: As `unpack_affine` raises it.
     """
     return unpack_affine_fused_p.bind(
         codes,
@@ -101,7 +102,7 @@ def unpack_bitmask_fused(
 
     Raises:
         TypeError: As `unpack_bitmask` raises it.
-        ValueError: So too.
+        ValueError: As `unpack_bitmask` raises it.
     """
     after = tuple(filter(can_pass_through, after))
     return unpack_bitmask_fused_p.bind(words, *after, shape=shape, size=size)
@@ -114,11 +115,11 @@ def pack_bitmask_fused(mask: Array) -> Array:
         mask: bool `[*batch, n]`.
 
     Returns:
-        As `pack_bitmask` does.
+        uint16 `[*batch, ceil(n / 512) * 32]`.
 
     Raises:
         TypeError: As `pack_bitmask` raises it.
-        ValueError: So too.
+        ValueError: As `pack_bitmask` raises it.
     """
     words = jax.eval_shape(pack_bitmask, mask)
     return pack_bitmask_fused_p.bind(mask, shape=words.shape)
@@ -130,14 +131,14 @@ def _make_primitive(
     reference: Callable[..., Array],
     num_data: int,
 ) -> Primitive:
-    """Makes the primitive that does what another one does.
+    """Makes the fused counterpart of a primitive.
 
     Args:
-        name: Its name.
-        primitive: The other one.
-        reference: What XLA can fuse, in `jax.numpy`.
-        num_data: How many of the operands are decoded, or packed, the first ones. If
-            noise is subtracted, seeds are one more.
+        name: The name of the new primitive.
+        primitive: The primitive whose result it computes.
+        reference: The computation in `jax.numpy`, which XLA can fuse.
+        num_data: The number of leading operands that are decoded or packed. If noise is
+            subtracted, the seeds are one more such operand.
     """
 
     def abstract_eval(*avals: Any, shape: tuple[int, ...], **params: Any) -> Any:
@@ -150,7 +151,7 @@ def _make_primitive(
     def lower(
         context: mlir.LoweringRuleContext, *operands: Any, **params: Any
     ) -> Sequence[Any]:
-        # What devices share goes by the rule that the other primitive has for it.
+        # Arrays that devices share follow the division rule of the other primitive.
         function = as_call if is_divided(context) else reference
         lower = mlir.lower_fun(function, multiple_results=False)
         return lower(context, *operands, **params)
@@ -198,7 +199,7 @@ pack_bitmask_fused_p: Primitive = _make_primitive(
     _reference.pack_bitmask,
     num_data=1,
 )
-# Booleans have no tangent: there is no operand to refuse, but there is data.
+# Booleans have no tangent, so `num_data` refuses nothing here; batching still needs it.
 unpack_bitmask_fused_p: Primitive = _make_primitive(
     "dafjax_unpack_bitmask_fused",
     unpack_bitmask_p,

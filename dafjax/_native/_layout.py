@@ -1,4 +1,4 @@
-"""Sizes of the packed layout, the Python counterpart of `xla_ffi/format`."""
+"""Sizes of the packed layout: the Python counterpart of `xla_ffi/format`."""
 
 import math
 
@@ -26,7 +26,10 @@ def folded_width(columns: int) -> int:
 
 
 def num_positions(size: int, columns: int) -> int:
-    """Returns the whole folded rows of a matrix: what the blocks of a lane share."""
+    """Returns the number of whole folded rows of a matrix.
+
+    The groups of a lane share these positions.
+    """
     return size // folded_width(columns) if columns > 0 else 0
 
 
@@ -35,7 +38,8 @@ def num_tiles(size: int, columns: int = 0) -> int:
 
     Args:
         size: Elements of the row.
-        columns: Columns of the matrix that the row is; 0 if blocks are of rows.
+        columns: Columns of the matrix that the row stands for; 0 for groups of
+            consecutive elements.
     """
     if columns == 0:
         return -(-size // TILE)
@@ -44,7 +48,7 @@ def num_tiles(size: int, columns: int = 0) -> int:
 
 
 def num_blocks(size: int, block_size: int, columns: int = 0) -> int:
-    """Returns the number of blocks of a row of `size` elements. As `num_tiles`."""
+    """Returns the number of groups of a row of `size` elements; see `num_tiles`."""
     if columns == 0:
         return -(-size // block_size)
     width = folded_width(columns)
@@ -52,5 +56,5 @@ def num_blocks(size: int, block_size: int, columns: int = 0) -> int:
 
 
 def num_words(size: int, bits: int, columns: int = 0) -> int:
-    """Returns the uint16 words of a row of `size` codes. As `num_tiles`."""
+    """Returns the number of uint16 words of a row of `size` codes; see `num_tiles`."""
     return num_tiles(size, columns) * LANES * bits

@@ -1,4 +1,4 @@
-"""Ledgers: sums of what backward passes measure, and the call that adds to them."""
+"""Ledgers: accumulators of backward statistics, and the call that adds to them."""
 
 import functools
 from collections.abc import Hashable, Sequence
@@ -23,16 +23,16 @@ from dafjax._native._sharding import DivisionRule, independent
 from dafjax._typing import Array
 
 
-# The primitive's name, by which the sites of a traced program are found.
+# The primitive's name. Readers of a traced program use it to find its residual ids.
 LEDGER_NOTE = "dafjax_ledger_note"
 
 
 def make_ledger(name: str, sites: Sequence[int]) -> Any:
-    """Makes a ledger, which lives as long as what is returned.
+    """Makes a ledger, which lives as long as the returned object.
 
     Args:
-        name: What custom calls find it by; no two ledgers in use share one.
-        sites: Hashes of the names of the sites that it has sums for.
+        name: The name that custom calls use to find it, unique among ledgers in use.
+        sites: Hashes of the residual ids that it has sums for.
 
     Raises:
         ValueError: Another ledger in use has the name.
@@ -47,25 +47,26 @@ def ledger_note(
     sites: tuple[int, ...],
     facts: tuple[Hashable, ...],
 ) -> Array:
-    """Adds to a ledger what a backward pass has measured.
+    """Adds the measurements of a backward pass to a ledger.
 
     Args:
-        importances: float32 `[*batch, n + 1]`: for each site the variance of the
-            gradient at 1 bit, then the squared norm of the gradient. Rows are added up.
+        importances: float32 `[*batch, n + 1]`: for each residual its sensitivity, the
+            variance of the gradient at 1 bit; then the squared norm of the gradient.
+            Rows are added up.
         *after: Arrays of any shape that are computed first. They are not read.
-        ledger: Hash of the ledger's name, an unsigned number of 64 bits. If there is no
-            such ledger any more, nothing happens.
-        sites: Hashes of the names of `n` sites, likewise.
-        facts: What a reader of the traced program learns of each site. It is no part of
-            the call.
+        ledger: Hash of the ledger's name, an unsigned 64-bit number. If the ledger no
+            longer exists, nothing happens.
+        sites: Hashes of `n` residual ids, also unsigned 64-bit numbers.
+        facts: Facts about each residual for readers of the traced program. The custom
+            call does not carry them.
 
     Returns:
-        A uint8 scalar. The call is made only if something depends on it. Where XLA
-        divides the program among devices, each of them makes it.
+        A uint8 scalar. The call is made only if something depends on this scalar. If
+        XLA divides the program among devices, each device makes the call.
 
     Raises:
         TypeError: `importances` has another dtype.
-        ValueError: There are not `n + 1` of them.
+        ValueError: `importances` does not have `n + 1` columns.
     """
     return ledger_note_p.bind(
         importances,
@@ -105,14 +106,14 @@ def _attributes(
 ) -> dict[str, Any]:
     del facts
     return {
-        # Attributes are signed: the numbers of the same 64 bits.
+        # Attributes are signed, so pass the signed numbers of the same 64 bits.
         "ledger": np.uint64(ledger).astype(np.int64),
         "sites": np.array(sites, np.uint64).astype(np.int64),
     }
 
 
 def _divide(importances: Any, *after: Any, **_: Any) -> DivisionRule:
-    # Sums over all devices are there on each.
+    # No dimension is divided: every device has the sums over all devices.
     names = tuple(f"n{axis}" for axis in range(importances.ndim))
     return DivisionRule(
         operands=(names, *independent(after)), results=((),), whole=names
@@ -135,7 +136,7 @@ def _note_by_callback(
     sites: tuple[int, ...],
     facts: tuple[Hashable, ...],
 ) -> Array:
-    """Has Python make the note, where there is no custom call."""
+    """Adds to the ledger by a Python callback, where there is no custom call."""
     del facts
     importances, *_ = lax.optimization_barrier((importances, *after))
     note = functools.partial(_note_on_host, ledger, sites)

@@ -1,4 +1,4 @@
-"""The compiled library of custom calls: found, checked and registered once."""
+"""Finds, checks and registers the compiled library of custom calls, once."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import jax
 
 
 _MODULE = "dafjax._native._cpu"
-# What to do about a library that does not fit.
+# The remedy for a library that does not fit jaxlib.
 REBUILD = (
     "Rebuild it against the installed jaxlib with "
     "`pip install --no-build-isolation --force-reinstall --no-deps dafjax` "
@@ -26,14 +26,14 @@ class LibraryError(ImportError):
 
 @dataclasses.dataclass(frozen=True)
 class LibraryStatus:
-    """What is known of the compiled library; `python -m dafjax doctor` prints it.
+    """The state of the compiled library; `python -m dafjax doctor` prints it.
 
     Attributes:
-        path: The file, or None if there is none.
-        built_ffi_api: (major, minor) that the library was built against.
-        jaxlib_ffi_api: (major, minor) of the installed jaxlib.
+        path: The library file, or None if it is missing.
+        built_ffi_api: (major, minor) FFI version that the library was built against.
+        jaxlib_ffi_api: (major, minor) FFI version of the installed jaxlib.
         instruction_sets: Instruction sets that this processor can run, best first.
-        instruction_set: The one that the custom calls use.
+        instruction_set: The instruction set that the custom calls use.
         error: Why the library cannot be used, or None if it can.
     """
 
@@ -47,11 +47,11 @@ class LibraryStatus:
 
 @functools.cache
 def register() -> None:
-    """Registers the custom calls with XLA's CPU client, the first time it is called.
+    """Registers the custom calls with XLA's CPU client, once per process.
 
     Raises:
         LibraryError: The library is missing, does not load, or was built against newer
-            FFI headers than jaxlib's. Such a handler would stop the whole CPU backend.
+            FFI headers than jaxlib's. Such handlers would stop the whole CPU backend.
     """
     library = load()
     check_api_version(_built_api(library), jaxlib_ffi_api())
@@ -123,7 +123,7 @@ def library_status() -> LibraryStatus:
         instruction_set=None,
         error=None,
     )
-    # Each step adds what it finds, so that an error leaves the facts before it.
+    # Each step adds its findings, so an error keeps the earlier findings.
     try:
         spec = importlib.util.find_spec(_MODULE)
         status = dataclasses.replace(status, path=spec.origin if spec else None)

@@ -1,4 +1,4 @@
-"""Rounding noise in jax.numpy: `xla_ffi/README.md`, section 3, bit for bit."""
+"""Rounding noise in jax.numpy, bit for bit as in `xla_ffi/README.md`, section 3."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +43,7 @@ def noise_words(seed: Array, checksum: Array) -> Array:
         stream = stream[..., None]
     key = _mix(_mix(stream ^ tile) + checksum)
 
-    # Two lanes share a draw of 32 bits: the low half serves the even one.
+    # Two lanes share a draw of 32 bits; the even lane takes the low half.
     pairs = (*checksum.shape, LANES // 2)
     pair = lax.broadcasted_iota(jnp.uint32, pairs, len(pairs) - 1)
     draw = _mix(key[..., None] + pair * jnp.uint32(_GOLDEN_RATIO))
@@ -56,12 +56,12 @@ def noise_words(seed: Array, checksum: Array) -> Array:
 
 
 def checksums_of_codes(first: Array, last: Array) -> Array:
-    """Joins what is stored of two blocks of each tile, for noise that is subtracted.
+    """Combines the stored parameters of two groups of each tile, for dithered codes.
 
     Args:
-        first: uint32 `[*batch, tiles]`: of the block of lane 0 in row 0, its scale as
-            it is stored in the upper half and its minimum in the lower one.
-        last: Of the block of lane 28 in row 14; 0 if none is stored.
+        first: uint32 `[*batch, tiles]`: the stored scale (upper half) and minimum
+            (lower half) of the group of lane 0 in row 0.
+        last: The same for the group of lane 28 in row 14; 0 if none is stored.
 
     Returns:
         uint32 `[*batch, tiles]`.

@@ -1,9 +1,9 @@
-"""Primitive that keeps an array in row-major order on GPUs.
+"""Primitive that keeps an array in row-major order on GPUs: a layout constraint.
 
-Arguments and results of a program are in that order; XLA:GPU runs convolutions in
-others, and what is elementwise in the order of what it meets. So it turns a weight
-round before anything else, where nothing holds it back, for all that is computed of it;
-and what an optimizer keeps of a weight, to meet a gradient that is turned round.
+Arguments and results of a program are row-major. XLA:GPU runs convolutions in other
+layouts, and elementwise operations in the layout of their operands. Without a
+constraint it transposes a weight first, for all computations that use it. It also
+transposes the optimizer's state of a weight, to match a transposed gradient.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from dafjax._typing import Array
 
 
 def pin(x: Array) -> Array:
-    """Returns its argument, which XLA:GPU rearranges before it or after it alone.
+    """Returns its argument, and stops XLA:GPU from moving a layout change across it.
 
-    On a GPU it is a custom call that takes the buffer of its operand. Elsewhere it is
-    nothing. Derivatives are those of the identity.
+    On a GPU it is a custom call that reuses the buffer of its operand. Elsewhere it is
+    a no-op. It has the derivative of the identity.
 
     Args:
-        x: An array. One of an extended dtype (PRNG keys) is returned as it is.
+        x: An array. An array of an extended dtype (PRNG keys) is returned unchanged.
     """
     return pin_p.bind(x) if can_pass_through(x) else x
 

@@ -1,10 +1,10 @@
-"""Primitive that pins an array, and has it wait for a token.
+"""Primitive that delays the reads of an array until a token is computed.
 
-On CPUs a tie of an argument would copy it. A selection does not, where the array is
-copied anyway, into another layout for example. XLA:GPU makes a kernel of a selection,
-but a barrier is nothing there. Which layout is best for what is behind the barrier,
-XLA:GPU asks for in front of it, and copies the array there: an array of one dimension
-has no layout.
+On CPUs a barrier on an argument would copy it. A `select` does not, if the array is
+copied anyway, for example into another layout. On GPUs a `select` would be a kernel,
+but a barrier costs nothing. There, however, XLA:GPU moves the layout that suits the
+consumers to before the barrier, and copies the array early. So the array crosses the
+barrier flattened: an array of one dimension has no layout.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,18 @@ from dafjax._typing import Array
 
 
 def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
-    """Returns its arguments, the first one so that XLA reads it behind the token alone.
+    """Returns its arguments; XLA reads the first one only after the token is computed.
 
-    And XLA:GPU rearranges it there alone. Derivatives are those of the identity.
+    XLA:GPU also changes the layout of the array only after that. It has the derivative
+    of the identity.
 
     Args:
         x: An array of numbers.
-        token: A scalar that is 0, which XLA does not know.
+        token: A scalar that is 0 at run time; XLA must not be able to infer this.
 
     Returns:
-        The array; and a token that something has to read: XLA drops what nobody reads.
+        The array, and a token. Something must read this token, because XLA drops
+        unused results.
     """
     late, token = pin_late_p.bind(x, token)
     return late, token
@@ -69,7 +71,7 @@ def _batch(
 ) -> tuple[Sequence[Array], Sequence[int | None]]:
     x, token = operands
     if axes[1] is not None:
-        # All of them are 0.
+        # All batched tokens are 0, so any one will do.
         token = lax.index_in_dim(token, 0, axes[1], keepdims=False)
     return pin_late_p.bind(x, token), (axes[0], None)
 

@@ -33,16 +33,16 @@ def pack_planes(codes: Array, bits: int) -> Array:
 
 
 def unpack_planes(words: Array, bits: int, tiles: int, groups: int = 1) -> Array:
-    """Inverts `pack_planes` for tiles of which `groups` at a time lie side by side.
+    """Inverts `pack_planes`, and puts every `groups` tiles side by side.
 
-    Words are put side by side before codes are made of them, so that XLA can do it all
-    in a kernel that reads the codes: of codes it would be a transposition.
+    It puts words side by side before it turns them into codes. XLA can then fuse all of
+    this into the kernel that reads the codes; moving codes would be a transposition.
 
     Args:
         words: uint16 `[*batch, words]`.
         bits: Bits of a code.
         tiles: Tiles of a row.
-        groups: How many tiles are side by side, a divisor of `tiles`.
+        groups: Number of tiles that lie side by side, a divisor of `tiles`.
 
     Returns:
         uint32 codes `[*batch, tiles / groups * 16, groups * 32]`.
@@ -57,12 +57,13 @@ def unpack_planes(words: Array, bits: int, tiles: int, groups: int = 1) -> Array
         plane = plane.reshape(*batch, tiles // groups, groups, width, LANES)
         plane = plane.swapaxes(-2, -3).astype(jnp.uint32)
         plane = plane.reshape(*batch, tiles // groups, width, 1, groups * LANES)
-        # Of shifts by multiples XLA:GPU makes a table, in a kernel of its own.
+        # Shift `width` times by `numbers`: XLA:GPU would put shifts by multiples into a
+        # table, which takes a kernel of its own.
         numbers = _field_shifts(width, plane.ndim) // width
         for _ in range(width):
             plane = plane >> numbers
         fields = (plane & jnp.uint32((1 << width) - 1)).reshape(shape)
-        # A shift by nothing is an operation to XLA, too.
+        # Skip the shift by 0: XLA counts it as an operation, too.
         codes = codes | (fields << jnp.uint32(shift) if shift else fields)
         start = stop
     return codes

@@ -1,4 +1,4 @@
-"""Page pools of the compiled library: how one is made, and its errors."""
+"""Page pools of the compiled library: constructor and errors."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from dafjax._native import _library
 
 
 class PoolExhausted(MemoryError):
-    """The budget of a page pool cannot hold a residual, even at its block means."""
+    """The budget of a page pool cannot hold a residual, not even its group means."""
 
 
 class StaleHandle(RuntimeError):
-    """A handle names no residual of its page pool: it is gone, or never was there."""
+    """A handle matches no residual of its page pool: freed already, or never stored."""
 
 
 def make_pool(
@@ -23,17 +23,17 @@ def make_pool(
     backward_once: bool,
     packer: str,
 ) -> Any:
-    """Makes a pool, which lives as long as what is returned.
+    """Makes a pool, which lives as long as the returned object.
 
     Args:
-        name: What custom calls find it by; no two pools in use share one.
-        budget: Bytes, or None for as many as the system has.
-        growth_share: The share of recent demand that it grows by, or None.
-        growth_nbytes: Bytes that it grows by, or None.
-        executions_in_flight: How many newer executions there must be on its device for
-            one to be over.
-        backward_once: Whether what a backward pass has read is freed.
-        packer: Who packs for programs on a GPU: "auto", "gpu" or "cpu".
+        name: The name that custom calls use to find it, unique among pools in use.
+        budget: The most bytes that it takes, or None for no limit.
+        growth_share: It grows by this share of recent peak use, or None.
+        growth_nbytes: It grows by this number of bytes, or None.
+        executions_in_flight: An execution is over when this many newer executions have
+            started on its device.
+        backward_once: Whether to free residuals once the backward pass has read them.
+        packer: Which processor packs for GPU programs: "auto", "gpu" or "cpu".
 
     Raises:
         ValueError: Another pool in use has the name.
@@ -50,5 +50,5 @@ def make_pool(
 
 
 def pool_hash(name: str) -> int:
-    """Returns what custom calls carry in place of a pool's name: 64 bits."""
+    """Returns the 64-bit hash that custom calls carry in place of a pool's name."""
     return _library.load().pool_hash(name)

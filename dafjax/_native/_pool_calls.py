@@ -1,8 +1,8 @@
 """Primitives that put rows into a page pool as affine codes, and get them back.
 
-What is put and got are calls without effects: one whose result nothing uses vanishes,
-and with it the entry. How many bits a code has is no part of the program; the pool
-decides when the call runs.
+These calls have no effects for XLA: it drops a call whose result is unused, and then
+the pool has no entry. The number of bits of a code is not part of the program; the
+pool decides it when the call runs.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from dafjax._native._primitive import (
 from dafjax._typing import Array
 
 
-# uint32 of a handle.
+# Number of uint32 in a handle.
 HANDLE_SIZE = 4
 
 
@@ -48,29 +48,29 @@ def pool_put(
 ) -> Array:
     """Puts batches of rows into a page pool: `xla_ffi/README.md`, sections 2 to 6.
 
-    The codes are those of `pack_affine` with as many bits as the pool gives.
+    It makes the same codes as `pack_affine`, with the number of bits that the pool
+    chooses.
 
     Args:
         x: float32, bfloat16 or float16 `[*batch, m, n]`; `[m, n]` is one entry.
         seed: uint32 scalar; not read if `stochastic` is false.
-        pool: Hash of the pool's name, an unsigned number of 64 bits.
-        site: Hash of the name of what is put, as `pool`.
-        bits: Bits of a code where the pool has no others set or allocated: 1, 2, 4 or
-            8.
-        max_bits: The most bits of a code, likewise.
+        pool: Hash of the pool's name, an unsigned 64-bit number.
+        site: Hash of the residual id, an unsigned 64-bit number.
+        bits: Bits of a code unless the pool has others set or allocated: 1, 2, 4 or 8.
+        max_bits: The most bits of a code: 1, 2, 4 or 8.
         block_size: Elements that share a scale: 64, 128, 256, 512 or 1024.
-        stochastic: Whether codes are rounded at random, without bias, or to nearest.
-        columns: The columns of a row, a divisor of `n`; 0 for blocks of consecutive
+        stochastic: Whether to round codes stochastically (unbiased) or to nearest.
+        columns: The columns of a row, a divisor of `n`; 0 for groups of consecutive
             elements.
 
     Returns:
-        Handles, uint32 `[*batch, 4]`. Entries are gone some time after the execution
-        that put them; a handle does not outlive the process.
+        Handles, uint32 `[*batch, 4]`. The pool frees entries some time after the
+        execution that put them. A handle is invalid in other processes.
 
     Raises:
         TypeError: `x` or `seed` has another dtype.
-        ValueError: `x` has no rows, `seed` is no scalar, or a parameter is not in its
-            set.
+        ValueError: `x` has no rows, `seed` is not a scalar, or a parameter is not in
+            its set.
     """
     return pool_put_p.bind(
         x,
@@ -95,28 +95,28 @@ def pool_get(
     columns: int = 0,
     reads: int = 0,
 ) -> Array:
-    """Decodes what was put, from the planes that are left of it; any number of times.
+    """Decodes an entry from its remaining bit planes; may be called repeatedly.
 
-    The handle of zeros, which JAX makes for branches that are not taken, stands for
-    zeros.
+    A handle of zeros decodes to zeros. JAX makes such handles for branches that are not
+    taken.
 
     Args:
         handle: uint32 `[*batch, 4]`.
         *after: Arrays of any shape that are computed first. They are not read.
-        pool: As it was put with.
-        rows: `(m, n)` of what was put.
-        dtype: Its dtype.
-        block_size: As it was put with.
-        columns: As it was put with.
-        reads: How often a backward pass gets the entry; 0 if that is unknown. When it
-            has, a collection frees the entry.
+        pool: The argument of `pool_put`.
+        rows: `(m, n)`, the shape of the entry.
+        dtype: The dtype of the entry.
+        block_size: The argument of `pool_put`.
+        columns: The argument of `pool_put`.
+        reads: How often one backward pass reads the entry; 0 if unknown. After this
+            many reads, a collection frees the entry.
 
     Returns:
         An array `[*batch, m, n]` of `dtype`.
 
     Raises:
         TypeError: An operand or `dtype` is not of the dtypes above.
-        ValueError: The shapes do not belong to the parameters.
+        ValueError: The shapes do not fit the parameters.
     """
     return pool_get_p.bind(
         handle,
@@ -133,22 +133,22 @@ def pool_get(
 def pool_note(
     sensitivities: Array, *after: Array, pool: int, sites: tuple[int, ...]
 ) -> Array:
-    """Tells a page pool what a backward pass has measured.
+    """Passes the measurements of a backward pass to a page pool.
 
     Args:
-        sensitivities: float32 `[*batch, n + 1]`: for each site the variance of the
-            gradient at 1 bit if the squared ranges of its blocks are 1 on average, then
-            the squared norm of the gradient. Rows are added up.
+        sensitivities: float32 `[*batch, n + 1]`: for each residual the variance of the
+            gradient at 1 bit and a mean squared group range of 1; then the squared norm
+            of the gradient. Rows are added up.
         *after: Arrays of any shape that are computed first. They are not read.
         pool: Hash of the pool's name.
-        sites: Hashes of the names of `n` sites.
+        sites: Hashes of `n` residual ids.
 
     Returns:
-        A uint8 scalar. The call is made only if something depends on it.
+        A uint8 scalar. The call is made only if something depends on this scalar.
 
     Raises:
         TypeError: `sensitivities` has another dtype.
-        ValueError: There are not `n + 1` of them.
+        ValueError: `sensitivities` does not have `n + 1` columns.
     """
     return pool_note_p.bind(
         sensitivities, *filter(can_pass_through, after), pool=pool, sites=sites
@@ -283,7 +283,7 @@ def _get_attributes(
 
 
 def _signed(number: int) -> np.int64:
-    """Returns the signed number of the same 64 bits: attributes are signed."""
+    """Returns the signed number of the same 64 bits, because attributes are signed."""
     return np.uint64(number).astype(np.int64)
 
 
@@ -294,7 +294,7 @@ def _batch_put(
     x = to_front(x, axes[0], batch_size(operands, axes))
     if axes[1] is None:
         return pool_put_p.bind(x, seed, **params), 0
-    # The custom call takes one seed.
+    # The custom call takes one seed, so entries with different seeds go one by one.
     handles = lax.map(
         lambda entry: pool_put_p.bind(*entry, **params),
         (x, jnp.moveaxis(seed, axes[1], 0)),

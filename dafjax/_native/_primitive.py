@@ -1,4 +1,4 @@
-"""What the primitives have in common: dispatch, lowering, batching, derivatives."""
+"""Shared code of the primitives: dispatch, lowering, batching, derivatives."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -37,27 +37,28 @@ def make_primitive(
     where_divided: Callable[..., dict[str, Static]] = lambda **params: params,
     resolve: Callable[..., dict[str, Static]] = lambda *_, **params: params,
 ) -> Primitive:
-    """Makes a primitive that is a custom call on CPUs and, if it is built, on CUDA.
+    """Makes a primitive that lowers to a custom call on CPUs and on CUDA.
 
-    Elsewhere it is `jax.numpy`, and on CUDA without the library.
+    On other platforms, and on CUDA without the CUDA library, it lowers to `jax.numpy`.
 
     Args:
         name: Name of the primitive.
         abstract_eval: Checks the operands and describes the results.
         reference: The primitive in `jax.numpy`.
         multiple_results: Whether the results are a sequence.
-        attributes: The custom call's attributes from the primitive's parameters; none
-            if not given.
-        division: From the operands' types and the primitive's parameters, which
-            dimensions devices may share out. All of them if `aliased`.
-        target: Name of the custom call's target, if it is another.
-        aliased: Whether results take the buffers of as many operands, the last ones.
+        attributes: Maps the primitive's parameters to the custom call's attributes. By
+            default there are none.
+        division: Maps the operands' types and the primitive's parameters to the rule
+            which dimensions devices may divide. Not used if `aliased`: devices may then
+            divide all dimensions.
+        target: Name of the custom call's target; by default `name`.
+        aliased: Whether the `n` results reuse the buffers of the last `n` operands.
         is_call_on_cpu: Whether it is a custom call on CPUs.
         is_call_on_cuda: Whether it is a custom call on CUDA.
-        where_divided: From the primitive's parameters, those that it has on CUDA where
-            devices share the arrays.
-        resolve: From the platform that it is lowered for, the operands' types and the
-            primitive's parameters, the parameters of the custom call.
+        where_divided: Maps the primitive's parameters to its parameters on CUDA in
+            programs whose arrays devices share.
+        resolve: Maps the target platform, the operands' types and the primitive's
+            parameters to the parameters of the custom call.
     """
     target = name if target is None else target
     primitive = Primitive(name)
@@ -69,7 +70,7 @@ def make_primitive(
         return jax.jit(functools.partial(primitive.bind, **params))
 
     def run_eagerly(*operands: Array, **params: Static) -> Any:
-        # Under `jax.disable_jit`, too: JAX compiles each of its own primitives.
+        # Compile even under `jax.disable_jit`, as JAX does with its own primitives.
         with jax.disable_jit(False):
             return compiled(**params)(*operands)
 
@@ -112,7 +113,7 @@ def make_primitive(
             divided = divide(functools.partial(bind, **params), rule)
             return mlir.lower_fun(divided)(context, *operands)
         aliases = {num_first + i: i for i in range(len(context.avals_out))}
-        # The layouts default to row-major, for operands and results.
+        # Layouts of operands and results default to row-major.
         lower = jax.ffi.ffi_lowering(
             target, operand_output_aliases=aliases if aliased else None
         )
@@ -132,7 +133,8 @@ def make_primitive(
 def refuse_derivatives(primitive: Primitive, num_data: int) -> None:
     """Makes differentiation through the first `num_data` operands a clear error.
 
-    The others are dependencies that are not read, so that they have no tangent.
+    The primitive does not read the other operands. They are only dependencies and
+    contribute no tangent.
     """
 
     def jvp(
@@ -183,7 +185,7 @@ def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
 
 
 def can_pass_through(x: Array) -> bool:
-    """Tells whether a custom call takes a value: no key, no token and no int4."""
+    """Tells whether a custom call takes a value: no PRNG key, token, int2 or int4."""
     dtype = getattr(jax.typeof(x), "dtype", None)
     if dtype is None:
         return False

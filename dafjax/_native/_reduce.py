@@ -1,4 +1,4 @@
-"""Primitives that reduce rows: least and greatest value, sum of squares."""
+"""Primitives that reduce rows to their least and greatest value or sum of squares."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from dafjax._typing import Array, Static
 
 
 def minmax(x: Array, *, strategy: str) -> tuple[Array, Array]:
-    """Returns least and greatest value of rows `[*batch, n]`: float32 `[*batch]`."""
+    """Returns least and greatest value of rows `[*batch, n]` as float32 `[*batch]`."""
     minimum, maximum, _ = minmax_p.bind(x, strategy=strategy)
     return minimum, maximum
 
 
 def sum_of_squares(x: Array, *, strategy: str) -> Array:
-    """Returns the sum of squares of rows `[*batch, n]`: float32 `[*batch]`."""
+    """Returns the sums of squares of rows `[*batch, n]` as float32 `[*batch]`."""
     return sum_of_squares_p.bind(x, strategy=strategy)[0]
 
 
@@ -60,11 +60,11 @@ def _without_last(sharding: Any) -> Any:
 def minmax_reference(x: Array, *, strategy: str) -> tuple[Array, ...]:
     del strategy
     wide = _flushed(x)
-    # XLA:CPU's reductions may lose NaN (xla_cpu_enable_fast_min_max).
+    # XLA:CPU's min and max may drop NaN (xla_cpu_enable_fast_min_max).
     has_nan = jnp.any(jnp.isnan(wide), axis=-1)
     minimum = jnp.min(wide, axis=-1, initial=np.inf)
     maximum = jnp.max(wide, axis=-1, initial=-np.inf)
-    # Adding 0 takes -0 to +0.
+    # Adding 0 turns -0 into +0.
     minimum, maximum = (
         jnp.where(has_nan, jnp.float32(jnp.nan), value + 0.0)
         for value in (minimum, maximum)
@@ -91,7 +91,7 @@ def _attributes(*, strategy: str) -> dict[str, Any]:
 
 
 def _resolve(reduction: str) -> Callable[..., dict[str, Static]]:
-    """Makes what is lowered for a platform of what was asked for."""
+    """Returns a function that resolves the strategy `"auto"` for a platform."""
 
     def resolve(platform: str, x: Any, *, strategy: str) -> dict[str, Static]:
         if strategy != "auto":

@@ -1,4 +1,4 @@
-"""Which strategy a reduction takes on a device, as times of it say."""
+"""Choice of a reduction's strategy on a device, from measured times."""
 
 import dataclasses
 import math
@@ -11,24 +11,25 @@ from dafjax._native._reduction_shapes import STRATEGIES, num_parts
 from dafjax._native._reduction_timing import REDUCTIONS, ReductionCase
 
 
-# Seconds [num_rounds, number of cases] of cases and a number of rounds.
+# Maps cases and a number of rounds to seconds, `[num_rounds, number of cases]`.
 Timer = Callable[[Sequence[ReductionCase], int], np.ndarray]
 
-# (rows, elements of a row) of several parts; up to 16 MiB, beyond which all strategies
-# take what reading takes.
+# (rows, elements per row); every row has several parts. The arrays have at most 16 MiB:
+# above that, all strategies take as long as reading the array.
 GRID = tuple(
     (num_rows, 1 << log2_elements)
     for num_rows in (1, 16, 256)
     for log2_elements in range(14, 23, 2)
     if num_rows << log2_elements <= 1 << 22
 )
-# Sums of these strategies have the same bits from call to call.
+# "atomic" is no candidate for sums, because its last bits may differ between calls.
 _CANDIDATES = {"minmax": STRATEGIES, "sum_of_squares": ("parallel", "hybrid")}
-# What is not faster by more than this is not preferred: no state, no atomics.
+# Another strategy must be faster than "parallel" by more than this factor, because
+# "parallel" needs neither state nor atomics.
 _NOTICEABLE = 1.03
 _NUM_ROUNDS = 7
-# Elements of the launches that are timed at once: some 0.1 ms, so that waiting for the
-# device and reading the clock are little of it.
+# Elements of all launches that are timed together. They take about 0.1 ms, far more
+# than waiting for the device and reading the clock.
 _ELEMENTS_AT_ONCE = 1 << 20
 _MOST_LAUNCHES = 32
 
@@ -45,10 +46,10 @@ class Profile:
     times: Mapping[tuple[str, int, int], Mapping[str, float]]
 
     def choose(self, reduction: str, num_rows: int, row_elements: int) -> str:
-        """Returns the strategy that takes the least time.
+        """Returns the fastest strategy at the nearest measured point.
 
-        That of the nearest point that was timed: as a factor, whose logarithms in both
-        directions are added. A row of one part needs no second step.
+        The distance is the sum of the absolute logarithms of the ratios of `num_rows`
+        and `row_elements`. A row of one part needs no second step, so `"parallel"`.
         """
         if num_parts(row_elements) == 1 or num_rows == 0:
             return "parallel"
@@ -62,20 +63,20 @@ class Profile:
 
 
 def fastest(seconds: Mapping[str, float]) -> str:
-    """Returns the strategy of the least time, `"parallel"` if that is hardly more."""
+    """Returns the fastest strategy; `"parallel"` if it is at most 3 % slower."""
     best = min(seconds, key=lambda strategy: seconds[strategy])
     return "parallel" if seconds["parallel"] <= _NOTICEABLE * seconds[best] else best
 
 
 def measure(timer: Timer) -> Profile:
-    """Times all candidates on `GRID`, in some 0.3 s."""
+    """Times all candidates on `GRID`, in about 0.3 s."""
     cases = [
         ReductionCase(reduction, strategy, *shape, _num_launches(*shape))
         for reduction in REDUCTIONS
         for shape in GRID
         for strategy in _CANDIDATES[reduction]
     ]
-    # Of what disturbs a round, nothing makes it shorter.
+    # Disturbances only make a round longer, so take the minimum.
     seconds = np.min(timer(cases, _NUM_ROUNDS), axis=0)
     times: dict[tuple[str, int, int], dict[str, float]] = {}
     for case, least in zip(cases, seconds, strict=True):

@@ -1,6 +1,6 @@
 """Strategies of reductions, and the scratch memory that they need."""
 
-# In the order of `Strategy` in xla_ffi/format/reduction.h, where the sizes are too.
+# In the order of `Strategy` in xla_ffi/format/reduction.h, which has the sizes, too.
 STRATEGIES = ("parallel", "atomic", "hybrid")
 _LEAST_PART_ELEMENTS = 8192
 _MOST_PARTS = 1024
@@ -9,10 +9,10 @@ _PART_WORDS = 2
 
 
 def num_parts(row_elements: int) -> int:
-    """Returns into how many parts a row is cut."""
+    """Returns the number of parts into which a reduction splits a row."""
     return min(max(-(-row_elements // _LEAST_PART_ELEMENTS), 1), _MOST_PARTS)
 
 
 def scratch_words(row_elements: int) -> int:
-    """Returns how many uint32 a reduction of a row needs besides."""
+    """Returns the number of scratch uint32 that the reduction of a row needs."""
     return _STATE_WORDS + _PART_WORDS * num_parts(row_elements)

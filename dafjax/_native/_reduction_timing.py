@@ -1,4 +1,4 @@
-"""How long reductions take on a device, strategy by strategy."""
+"""Measures how long reductions take on a device, for each strategy."""
 
 import concurrent.futures
 import dataclasses
@@ -19,14 +19,15 @@ REDUCTIONS = ("minmax", "sum_of_squares")
 
 @dataclasses.dataclass(frozen=True)
 class ReductionCase:
-    """A reduction of float32 `[num_rows, row_elements]` that is timed.
+    """A reduction of float32 `[num_rows, row_elements]` to be timed.
 
     Attributes:
         reduction: One of `REDUCTIONS`.
         strategy: One of `STRATEGIES`.
         num_rows: Rows.
         row_elements: Elements of a row.
-        num_launches: How many are made at once; the time of one is what counts.
+        num_launches: Number of launches that are timed together. The reported time is
+            the time of one.
     """
 
     reduction: str
@@ -39,16 +40,15 @@ class ReductionCase:
 def time_reductions(
     device: Device, cases: Sequence[ReductionCase], num_rounds: int
 ) -> np.ndarray:
-    """Times reductions on a device, all cases in turn, round by round.
+    """Times reductions on a device. Each round runs all cases in turn.
 
-    The device is waited for. It may be called while another program is traced or
+    It waits for the device. It may be called while another program is traced or
     lowered.
 
     Returns:
         Seconds of one launch, float32 `[num_rounds, len(cases)]`.
     """
-    # What surrounds a call on this thread, meshes and guards of transfers, is not of
-    # another.
+    # Another thread does not inherit this thread's contexts: meshes, transfer guards.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(_time, device, tuple(cases), num_rounds).result()
 
@@ -73,7 +73,7 @@ def _time(
         ),
     )
     timed = np.array([_numbers(case) for case in cases], np.int64).reshape(-1)
-    # Any values will do, if they are normal: none is zero or subnormal.
+    # Any normal values will do: neither zero nor subnormal.
     x = jax.device_put(np.linspace(1, 2, num_values, dtype=np.float32), device)
     return np.asarray(jax.jit(lambda x: call(x, timed=timed)[0])(x))
 

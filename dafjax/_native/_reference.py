@@ -1,9 +1,10 @@
 """The custom calls in jax.numpy, for platforms without a kernel: the same bytes.
 
-The format and every formula are in `xla_ffi/README.md`. Its arithmetic is kept as it
-stands there: what a compiler could contract into a fused multiply-add has an exact
-product, and what it could flush or approximate is done on bits. (Of the decoder that
-XLA:GPU puts into other kernels one operation may be on subnormals. It flushes none.)
+`xla_ffi/README.md` has the format and every formula. This module must reproduce that
+arithmetic exactly. So every product that a compiler could contract into a fused
+multiply-add is exact, and operations that a compiler could flush or approximate work
+on bits. (One operation of the decoder that XLA:GPU fuses into other kernels may see
+subnormals, but XLA:GPU does not flush them.)
 """
 
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from dafjax._typing import Array
 
 _MAX_BFLOAT16 = np.float32(float.fromhex("0x1.fep127"))
 _SMALLEST_SCALE = np.float32(2.0**-100)
-# Beyond it a product `code * scale` may overflow although the decoded value does not.
+# Below this minimum a product `code * scale` may overflow though the decoded value does
+# not.
 _LARGE_MINIMUM = np.float32(-(2.0**100))
 _TOP_CODE = 65535
 
@@ -48,7 +50,7 @@ def pack_affine(
         stochastic=stochastic,
         dithered=dithered,
     )
-    # Otherwise fusion repeats the work on elements for each plane.
+    # Without the barrier, fusion repeats the work on elements for each plane.
     code = lax.optimization_barrier(code.astype(jnp.uint8)).astype(jnp.uint32)
     tiles = blocks.to_tiles(code)
     tiles = lax.slice_in_dim(tiles, 0, num_tiles(size, columns), axis=-3)
@@ -71,22 +73,23 @@ def encode_padded(
     stochastic: bool,
     dithered: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Returns the code of every element, and scale and minimum of every block.
+    """Returns the code of every element, and scale and minimum of every group.
 
     Args:
         pattern: Float32 bit patterns `[*batch, padded]`, zero beyond `size`; whole
-            blocks and whole tiles.
+            groups and whole tiles.
         seed: Seed of the noise.
-        size: How many elements of a row are no padding; it may be traced.
-        dtype: What the elements were before they were widened.
+        size: Number of elements of a row without padding; may be traced.
+        dtype: The dtype of the elements before they were widened.
         bits: Bits of a code.
         blocks: How elements are grouped.
         stochastic: Whether rounding is stochastic.
         dithered: Whether the decoder subtracts the noise.
 
     Returns:
-        uint32 codes `[*batch, padded]`; scale, its sign set if flagged, and minimum,
-        float32 `[*batch, padded / block_size]` that hold bfloat16 values.
+        uint32 codes `[*batch, padded]`; then scale and minimum, float32
+        `[*batch, padded / block_size]` that hold bfloat16 values. The sign of the scale
+        flags groups with values that are not finite.
     """
     place = lax.broadcasted_iota(jnp.uint32, pattern.shape, pattern.ndim - 1)
     present = blocks.to_blocks(place < size)
@@ -108,15 +111,17 @@ def encode_padded(
     has_scale = scale > jnp.float32(0)
     inverse = jnp.where(has_scale, fb.power_over(scale, fraction_bits), jnp.float32(0))
     half_step = _power_of_two(-(fraction_bits + jnp.int32(1)))
-    # The decoder takes half a unit of the fraction more off than noise has on average.
+    # Truncation to `fixed` loses half a unit of the fraction on average. The dithered
+    # decoder adds it: its `middle` is half a unit above the mean of the noise.
+    # Otherwise `start` adds it.
     start = minimum if dithered else minimum - scale * half_step
 
-    # Otherwise fusion repeats the work on blocks for each element.
+    # Without the barrier, fusion repeats the work on groups for each element.
     start, inverse, fraction_bits, has_scale = lax.optimization_barrier(
         (start, inverse, fraction_bits, has_scale)
     )
     scaled = (value - start[..., None]) * inverse[..., None]
-    # A range beyond float32 leaves an infinite difference, and infinity times 0 is NaN.
+    # If the range exceeds float32, the difference is infinite; infinity times 0 is NaN.
     scaled = jnp.where(has_scale[..., None], scaled, jnp.float32(0))
     scaled = lax.clamp(jnp.float32(0), scaled, jnp.float32(_TOP_CODE))
     fixed = scaled.astype(jnp.int32).astype(jnp.uint32)
@@ -142,7 +147,7 @@ def encode_padded(
 
 
 def _joined(scale: Array, minimum: Array) -> Array:
-    """Joins parameters that bfloat16 holds in one word for each block."""
+    """Joins the bfloat16 scale and minimum of each group in one word."""
     minimum = fb.to_bits(minimum.astype(jnp.float32))
     return fb.to_bits(scale.astype(jnp.float32)) | (minimum >> jnp.uint32(16))
 
@@ -164,12 +169,12 @@ def _affine_parameters(
 
 
 def _largest(dtype: np.dtype) -> np.float32:
-    """Returns what no decoded value is greater than."""
+    """Returns the upper limit of decoded values."""
     return np.float32(65504) if dtype == jnp.float16 else _MAX_BFLOAT16
 
 
 def _per_level(bits: int) -> Array:
-    """Returns `2 / levels`; 0 for no level, so that the scale becomes 0."""
+    """Returns `2 / levels`; 0 without levels, so that the scale becomes 0."""
     levels = 2**bits - 1
     return jnp.float32(2.0 / levels if levels else 0.0)
 
@@ -204,12 +209,11 @@ def unpack_affine(
 ) -> Array:
     """Decodes rows: section 2. See `dafjax._native.unpack_affine`.
 
-    With `dithered`, the first of the others are the seeds of rows, whose noise is
-    subtracted.
-
-    With `kept_bits`, `codes` have lost all planes but those of so many bits: section 5.
-    With `shape`, the result has that, and takes fewer operations for an element, of
-    which one may be on subnormal numbers: XLA:GPU does not flush them.
+    With `dithered`, `others[0]` are the seeds of the rows, and the noise is subtracted.
+    With `kept_bits`, `codes` only have the planes of their first `kept_bits` bits:
+    section 5. With `shape`, the result has this shape, and decoding takes fewer
+    operations per element. One of these may see subnormal numbers; XLA:GPU does not
+    flush them.
     """
     kept = bits if kept_bits is None else kept_bits
     after = others[1:] if dithered else others
@@ -222,8 +226,8 @@ def unpack_affine(
     positions = -(-size // lanes)
     code = lax.slice_in_dim(code, 0, positions, axis=-2)
 
-    # What is done on values is done in the shape in which they are read: where they are
-    # read several times, XLA:GPU else reckons that it had to do it as often.
+    # Compute in the shape in which consumers read the values. Otherwise, with several
+    # consumers, XLA:GPU's cost model assumes that each of them repeats the computation.
     def arrange(x: Array) -> Array:
         row = x.reshape(*batch, positions * lanes)
         return _cut(row, size).reshape((*batch, size) if shape is None else shape)
@@ -246,8 +250,8 @@ def unpack_affine(
     if kept < bits:
         alike = 2 ** (bits - kept)
         half_step = half_step * jnp.float32(alike) + jnp.float32((alike - 1) / 4)
-    # Halved where the product could overflow. The product is exact either way, so that
-    # a fused multiply-add changes nothing, and so is doubling the sum.
+    # Halve where the product could overflow. The product is exact either way, so a
+    # fused multiply-add changes nothing; doubling the sum is exact, too.
     is_large = shape is not None or minimum <= _LARGE_MINIMUM
     shrink = jnp.where(is_large, jnp.float32(0.5), jnp.float32(1))
     grow = jnp.where(is_large, jnp.float32(2), jnp.float32(1))
@@ -257,8 +261,9 @@ def unpack_affine(
         value = lax.clamp(-_largest(dtype), value, _largest(dtype))
     value = fb.round_to(value, dtype)
 
-    # In integers: XLA:GPU would write booleans to memory, to decode less often. The
-    # sign of a scale is its flag; in flagged blocks codes with a top bit are special.
+    # Select by integers: XLA:GPU would write booleans to memory, to decode less often.
+    # The sign of a scale is the flag. In flagged groups, codes with the top bit set are
+    # special.
     top = code << jnp.uint32(32 - kept) if kept else jnp.uint32(1 << 31)
     special = lax.bitcast_convert_type(fb.to_bits(scale) & top, jnp.int32)
     word = jnp.uint32 if dtype == jnp.float32 else jnp.uint16
@@ -269,13 +274,13 @@ def unpack_affine(
 
 
 def _half(code: Array) -> Array:
-    """Returns half of a code of 8 bits at most, exactly: one operation on floats."""
+    """Returns half of a code of at most 8 bits, exactly, by one operation on floats."""
     base = _HALF_IS_LAST.view(np.uint32)
     return fb.from_bits(code | base) - _HALF_IS_LAST
 
 
 def _half_without_noise(code: Array, words: Array, scale: Array, bits: int) -> Array:
-    """Returns half of a code less its noise, exactly."""
+    """Returns half of a code minus its noise, exactly."""
     flag = fb.to_bits(scale) >> jnp.uint32(31)
     fraction = jnp.uint32(16 - bits) + flag
     noise = words >> (jnp.uint32(16) - fraction)
@@ -285,12 +290,12 @@ def _half_without_noise(code: Array, words: Array, scale: Array, bits: int) -> A
     return fixed.astype(jnp.float32) * unit
 
 
-# The last bit of a float32 is a half from here on.
+# From here on the last bit of a float32 is worth 1/2.
 _HALF_IS_LAST = np.float32(2.0**22)
 
 
 def _not_finite_bits(code: Array, bits: int, dtype: np.dtype) -> Array:
-    """Returns the pattern of NaN, or of what the top three bits of a code stand for."""
+    """Returns the bit pattern of NaN, or of the value in a code's top three bits."""
     info = jnp.finfo(dtype)
     infinity = jnp.uint32(((1 << info.nexp) - 1) << info.nmant)
     nan = jnp.uint32(1 << (info.nmant - 1))
@@ -305,7 +310,7 @@ def _not_finite_bits(code: Array, bits: int, dtype: np.dtype) -> Array:
 def pack_bitmask(mask: Array, *, shape: tuple[int, ...] | None = None) -> Array:
     """Packs booleans into one plane. See `dafjax._native.pack_bitmask`.
 
-    With `shape`, the result has that.
+    With `shape`, the result has this shape.
     """
     tiles = num_tiles(mask.shape[-1])
     words = pack_planes(to_tiles(_pad(mask, tiles * TILE).astype(jnp.uint32)), 1)
@@ -317,7 +322,7 @@ def unpack_bitmask(
 ) -> Array:
     """Inverts `pack_bitmask`. See `dafjax._native.unpack_bitmask`.
 
-    With `shape`, the result has that.
+    With `shape`, the result has this shape.
     """
     (words,) = _wait_for(after, words)
     batch = words.shape[:-1]
@@ -334,7 +339,10 @@ def tie(
     num_droppable: int,
     only_on_cpus: bool,
 ) -> tuple[Array, ...]:
-    """Returns its arguments, none before all but the last are there that are read."""
+    """Returns its arguments; all but the last `num_settled` pass one barrier.
+
+    XLA drops an array from the barrier if nothing reads its result.
+    """
     del num_awaited, num_droppable
     if only_on_cpus:
         return arrays
@@ -343,7 +351,7 @@ def tie(
 
 
 def hold(*arrays: Array, num_awaited: int) -> tuple[Array, ...]:
-    """Returns its arguments but for the first ones."""
+    """Returns its arguments after a barrier, without the first `num_awaited`."""
     return tuple(lax.optimization_barrier(arrays))[num_awaited:]
 
 
@@ -353,7 +361,7 @@ def pin(x: Array) -> Array:
 
 
 def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
-    """Returns its arguments, the first one not before the second, which is 0."""
+    """Returns its arguments; the first one waits for the second one, which is 0."""
     return lax.select(token == 0, x, jnp.zeros_like(x)), token
 
 

@@ -1,8 +1,9 @@
-"""Primitive that has XLA:GPU make an array in row-major order.
+"""Primitive that makes XLA:GPU write an array in row-major order.
 
-In front of a barrier XLA:GPU makes an array in the order in which that is easiest, and
-behind it turns it round, for each product that reads it. An order that is asked for in
-front costs nothing: the kernel that makes the array writes it so.
+Before a barrier XLA:GPU computes an array in the layout that is easiest to compute, and
+after the barrier transposes it for each matrix product that reads it. A layout
+constraint before the barrier costs nothing: the kernel that computes the array writes
+it in that layout.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,13 @@ from dafjax._typing import Array
 
 
 def row_major(x: Array) -> Array:
-    """Returns its argument, which XLA:GPU makes in row-major order.
+    """Returns its argument, which XLA:GPU computes in row-major order.
 
-    Elsewhere, and where devices share the array, it is nothing. Derivatives are those
-    of the identity.
+    On other platforms, and where devices share the array, it is a no-op. It has the
+    derivative of the identity.
 
     Args:
-        x: An array. One of an extended dtype (PRNG keys) is returned as it is.
+        x: An array. An array of an extended dtype (PRNG keys) is returned unchanged.
     """
     return row_major_p.bind(x) if can_pass_through(x) else x
 

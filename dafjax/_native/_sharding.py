@@ -1,9 +1,9 @@
-"""How the primitives are divided among devices, so that no data moves for them.
+"""Divides the primitives among devices without moving data.
 
-To XLA's partitioner a custom call is one piece: it gathers every operand. So in
-programs for several devices a primitive is lowered as a `custom_partitioning` call,
-whose rule says which dimensions may be divided; each device then runs the custom call
-on its part.
+XLA's partitioner cannot divide a custom call: it gathers every operand. So in programs
+for several devices a primitive is lowered to a `custom_partitioning` call, whose rule
+says which dimensions may be divided. Each device then runs the custom call on its
+shard.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 
-# A name for each dimension of an array. Dimensions of the same name are divided alike.
+# A name for each dimension of an array. Dimensions with equal names are divided alike.
 Dimensions: TypeAlias = tuple[str, ...]
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class DivisionRule:
-    """Which dimensions of a primitive's operands and results belong together.
+    """Which dimensions of a primitive's operands and results are divided alike.
 
     Attributes:
         operands: The names of the dimensions of each operand.
@@ -42,7 +42,7 @@ class DivisionRule:
 
 
 def independent(arrays: Iterable[Any]) -> tuple[Dimensions, ...]:
-    """Returns names of the dimensions of arrays that have nothing to do with others."""
+    """Names the dimensions of arrays that are divided independently of all others."""
     return tuple(
         tuple(f"d{number}x{axis}" for axis in range(array.ndim))
         for number, array in enumerate(arrays)
@@ -50,14 +50,15 @@ def independent(arrays: Iterable[Any]) -> tuple[Dimensions, ...]:
 
 
 def batch_of(rows: Any) -> Dimensions:
-    """Returns names of the batch dimensions of rows `[*batch, n]`."""
+    """Returns the names of the batch dimensions of rows `[*batch, n]`."""
     return tuple(f"b{axis}" for axis in range(rows.ndim - 1))
 
 
 def rows_like(rows: Any, length: int, dtype: Any) -> Any:
     """Returns the type of an array with the batch dimensions of `rows`.
 
-    On meshes with explicit axes these are divided alike, and the last is whole.
+    On meshes with explicit axes the batch dimensions are divided like those of `rows`,
+    and the last dimension is not divided.
     """
     *batch, _ = rows.shape
     sharding = rows.sharding
@@ -82,17 +83,18 @@ def is_divided(context: mlir.LoweringRuleContext) -> bool:
     """Returns whether a lowering is for a program that XLA divides among devices."""
     axes = context.module_context.axis_context
     if isinstance(axes, sharding_impls.SPMDAxisContext):
-        # In a `shard_map` over all axes everything is divided already.
+        # Inside a `shard_map` over all axes, every array is divided already.
         return set(axes.manual_axes) != set(axes.mesh.axis_names)
     return getattr(axes, "num_devices", None) != 1
 
 
 def check_not_exported(context: mlir.LoweringRuleContext) -> None:
-    """Raises if a lowering, for several devices, is for a program that is exported.
+    """Raises if a lowering for several devices is for a program that is exported.
 
     Raises:
-        NotImplementedError: It is. The rule of a division is a Python function that
-            XLA calls, so that the program could not leave this process.
+        NotImplementedError: The program is exported. XLA calls the division rule, a
+            Python function of this process, so other processes could not run the
+            program.
     """
     if context.module_context.lowering_parameters.for_export:
         raise NotImplementedError(
@@ -105,22 +107,22 @@ def check_not_exported(context: mlir.LoweringRuleContext) -> None:
 
 
 def allow_division(primitive: Primitive) -> None:
-    """Makes JAX tell the lowering of a primitive which devices it is for."""
+    """Makes JAX pass the devices of the program to the lowering of a primitive."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def divide(
     function: Callable[..., tuple[Any, ...]], rule: DivisionRule
 ) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function that each device runs on its parts of the operands.
+    """Returns a function that each device runs on its shards of the operands.
 
     Args:
-        function: The function of a part.
-        rule: Which dimensions may be divided. Operands that are divided otherwise are
-            divided anew.
+        function: The function of one shard.
+        rule: Which dimensions may be divided. XLA reshards operands that are divided
+            otherwise.
     """
 
-    # An exception in one of these would stop the process: they run inside XLA.
+    # These functions run inside XLA, where an exception would stop the process.
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         known = _known(rule, operands, results)
         of_results = _shardings(mesh, rule.results, known)
@@ -133,7 +135,7 @@ def divide(
     def sharding_rule(mesh: Any, operands: Any, results: Any) -> SdyShardingRule:
         del mesh, operands, results
         arrays = (*rule.operands, *rule.results)
-        # Shardy wants them in the order in which they appear.
+        # Shardy wants the names in order of appearance.
         names = dict.fromkeys(name for dimensions in arrays for name in dimensions)
         return SdyShardingRule(
             tuple(ArrayMapping(*dimensions) for dimensions in rule.operands),
@@ -156,13 +158,13 @@ def _known(
 ) -> dict[str, Any]:
     """Returns the mesh axes of each dimension that is divided.
 
-    Where arrays disagree the first counts, and no array is divided twice along one
-    axis: XLA divides what comes otherwise anew.
+    If arrays disagree, the first one counts. No array uses a mesh axis for two of its
+    dimensions. XLA reshards arrays that do not match.
     """
     known: dict[str, Any] = {}
     dimensions = (*rule.operands, *rule.results)
     for array, names in zip((*operands, *results), dimensions, strict=False):
-        # `None` where GSPMD has not decided yet.
+        # The sharding is `None` if GSPMD has not decided yet.
         spec = getattr(array.sharding, "spec", ())
         for name, axes in zip(names, spec, strict=False):
             if axes is None or name in rule.whole or name in known:

@@ -1,14 +1,14 @@
 """Primitives that sum over leading axes, on GPUs in two steps of our own.
 
-XLA:GPU sums up to 4096 rows in one step, in which a block of threads has 32 columns: of
-a few hundred columns most of a large GPU has nothing to do, and the sum, with all that
-is computed in the same kernel, takes as long as that of an array many times as large.
-(An H200, `[256, 4, 4, 512]`, decoded for the gradient of a batch norm: 87 us, in two
-steps 9 us and 1 us.) More rows it sums in two steps itself.
+XLA:GPU sums up to 4096 rows in one step, with 32 columns per thread block. With a few
+hundred columns, most of a large GPU is then idle, and the sum, together with all
+computation fused into it, takes as long as for an array many times as large. (H200,
+`[256, 4, 4, 512]`, decoded for the gradient of a batch norm: 87 us in one step; 9 us
+and 1 us in two steps.) XLA:GPU itself sums more than 4096 rows in two steps.
 
-The second step has next to nothing to do, and takes about 2 us all the same. So sums
-that are taken together, as those of a norm, can have theirs together: one primitive is
-the first step, and `sum_together` the second of several.
+The second step has little to do but still takes about 2 us. So several sums, such as
+the two of a norm, can share it: `sum_groups` is the first step of one sum, and
+`sum_together` the second step of several.
 """
 
 import functools
@@ -28,13 +28,15 @@ from dafjax._typing import Array
 
 
 def num_groups(x: Any, num_axes: int) -> tuple[int, ...]:
-    """Returns in how many parts each of the leading axes is divided.
+    """Returns the number of parts of each leading axis.
 
-    A group of rows, of which the first step makes one, has a part of each axis. Axes
-    are divided one by one and not joined: that would be a copy in another layout.
+    The first step sums each group of rows to one row; a group is one part of each axis.
+    Axes are divided one by one, because joining them first would copy the array into
+    another layout.
 
     Returns:
-        A number for each of them, or 1 for all where one step is best, or XLA's two.
+        The number of parts of each leading axis; 1 for all if one step, or XLA's own
+        two steps, are best.
     """
     whole = (1,) * num_axes
     rows = math.prod(x.shape[:num_axes])
@@ -51,42 +53,43 @@ def num_groups(x: Any, num_axes: int) -> tuple[int, ...]:
     for size in x.shape[: num_axes if is_large else 1]:
         counts = (n for n in range(min(wanted, size), 1, -1) if size % n == 0)
         groups.append(next(counts, 1))
-        # Parts of an axis are next to each other if all in front of it is divided.
+        # The parts of the next axis are contiguous only if this axis is divided fully.
         if groups[-1] < size:
             break
         wanted //= size
     if is_large and 2 * math.prod(groups) < in_all:
-        # XLA pads rows, where axes have no such divisors.
+        # The axes lack suitable divisors. XLA's own two steps pad the rows instead.
         return whole
     return (*groups, *whole[len(groups) :])
 
 
-# What XLA:GPU sums in one step.
+# The most rows that XLA:GPU sums in one step, and the columns of a thread block.
 _ROWS_OF_ONE_STEP = 4096
 _COLUMNS_OF_BLOCK = 32
-# Two for each multiprocessor of the largest GPUs; a group has rows for all its threads.
+# Two thread blocks per multiprocessor of the largest GPUs. A group has at least enough
+# rows for all threads of its block.
 _BLOCKS_OF_THREADS = 256
 _ROWS_OF_GROUP = 128
-# With as many, XLA:GPU decodes where it sums. It would make as many groups as there are
-# rows in each.
+# With this many thread blocks, XLA:GPU fuses decoding into the sum. On its own it would
+# make as many groups as each group has rows.
 _MANY_BLOCKS_OF_THREADS = 2048
 
 
 def are_grouped(x: Any, num_axes: int) -> bool:
-    """Returns whether rows are summed in two steps of our own on GPUs."""
+    """Returns whether GPUs sum these rows in two steps of our own."""
     return math.prod(num_groups(x, num_axes)) > 1
 
 
 def sum_groups(x: Array, num_axes: int) -> Array:
-    """Sums each of the groups in which rows are summed on GPUs: the first step.
+    """Sums each group of rows: the first step of a sum on GPUs.
 
     Args:
         x: float32 `[*rows, *columns]`.
-        num_axes: The number of the axes of rows, the first ones.
+        num_axes: Number of leading axes that are rows.
 
     Returns:
-        float32 `[groups, *columns]`. Where devices share `x`, the sum of all is that of
-        the first group, and the others are 0.
+        float32 `[groups, *columns]`. If devices share `x`, the first group has the sum
+        of all rows, and the other groups are 0.
     """
     return sum_groups_p.bind(x, num_axes=num_axes)
 
@@ -98,7 +101,7 @@ def sum_together(arrays: Sequence[Array]) -> list[Array]:
         arrays: float32 `[groups, *columns]`.
 
     Returns:
-        For each of them float32 `[*columns]`.
+        The sum of each array, float32 `[*columns]`.
     """
     zeros = [jnp.zeros((), x.dtype) for x in arrays]
     return list(lax.reduce(list(arrays), zeros, _add_each, (0,)))
@@ -136,13 +139,13 @@ def _sum_as_one_group(x: Array, *, num_axes: int) -> Array:
 def _sum_in_two_steps(x: Array, *, num_axes: int) -> Array:
     if not are_grouped(x, num_axes):
         return _sum(x, num_axes=num_axes)
-    # Else XLA makes one sum of both.
+    # Without the barrier, XLA merges both sums into one.
     sums = lax.optimization_barrier(_sum_groups(x, num_axes=num_axes))
     return lax.reduce_sum(sums, (0,))
 
 
 def _divided(x: Array, num_axes: int) -> Array:
-    """Returns rows with each of their axes in two, the first of groups."""
+    """Splits each axis of rows in two: groups, and rows of a group."""
     groups = num_groups(x, num_axes)
     pairs = zip(groups, x.shape, strict=False)
     parts = [n for count, size in pairs for n in (count, size // count)]
@@ -152,7 +155,10 @@ def _divided(x: Array, num_axes: int) -> Array:
 def _lowering(
     function: Callable[..., Array], where_divided: Callable[..., Array]
 ) -> Callable[..., Sequence[Any]]:
-    """Returns the rule for CUDA: groups of rows are other rows than a device has."""
+    """Returns the lowering rule for CUDA, with another function for divided arrays.
+
+    Groups of rows do not match the shards of a divided array.
+    """
 
     def lower(
         context: mlir.LoweringRuleContext, x: Any, **params: Any
@@ -194,7 +200,7 @@ def _batch_groups(
     return jax.vmap(of_one, in_axes=places[0])(operands[0]), 0
 
 
-# The parameter of both is how many axes they sum over, the first ones.
+# Both primitives sum over the first `num_axes` axes.
 sum_rows_p: Primitive = make_primitive(
     "dafjax_sum_rows",
     abstract_eval=_abstract_sum,

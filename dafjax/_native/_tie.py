@@ -1,15 +1,15 @@
-"""Primitive that makes every result depend on every operand.
+"""Barriers ("ties"): primitives that make every result depend on every operand.
 
-XLA undoes rematerialization where nothing forces an order (on CPUs jaxlib up to 0.10.2
-drops `optimization_barrier` before it schedules). A custom call is opaque to it.
+XLA undoes rematerialization unless something forces an order. On CPUs jaxlib up to
+0.10.2 drops `optimization_barrier` before scheduling, so there a barrier is a custom
+call, which is opaque to XLA. Inputs that the results only wait for need not be results
+of this call.
 
-XLA:GPU keeps barriers until the order is settled and then removes them, so that there a
-tie is a barrier. A custom call would take memory: its results take the buffers of its
-operands, and XLA computes nothing in place in a buffer that several values share. Of a
-barrier, however, what nobody reads is dropped.
-
-On CPUs there is no other way than a custom call; but what is only waited for need not
-come out of it.
+XLA:GPU keeps `optimization_barrier` until it has scheduled the program and then removes
+it, so there a tie is an `optimization_barrier`. A custom call would cost memory: its
+results reuse the buffers of its operands, and XLA computes nothing in place in a buffer
+that several values share. But XLA drops unused results from an `optimization_barrier`,
+and then nothing waits for them.
 """
 
 import itertools
@@ -32,28 +32,29 @@ def tie(
     num_droppable: int = 0,
     only_on_cpus: bool = False,
 ) -> tuple[Array, ...]:
-    """Returns its arguments unchanged, none of them before all are computed.
+    """Returns its arguments unchanged; each result waits for all arguments.
 
-    Results take the buffers of the operands, so that nothing is copied. Derivatives are
-    those of the identity. Arrays of extended dtypes (PRNG keys) are returned as they
-    are, outside the tie. On a GPU a result that nobody reads does not hold the others
-    up: see `hold`.
+    Results reuse the buffers of the operands, so nothing is copied. It has the
+    derivative of the identity. Arrays of extended dtypes (PRNG keys) do not take part
+    and are returned unchanged. On a GPU the other results do not wait for an argument
+    whose result is unused: see `hold`.
 
     Args:
         *arrays: Arrays of any shape and dtype.
-        num_awaited: How many of the arrays, the first ones, the others wait for. On a
-            CPU they themselves wait for nothing, and XLA can compute in their place.
-        num_settled: How many of the arrays, the last ones, wait for the others, which
-            do not wait for them. On a GPU they wait for nothing: XLA:GPU puts off what
-            reads results of a barrier.
-        num_droppable: How many of the arrays, the first ones, need not be computed for
-            the others: JAX drops them from the tie where nobody reads their results.
-        only_on_cpus: Whether they are tied on CPUs alone, and where devices share them.
-            On one GPU what XLA makes in the kernel that reads it need not wait, and
-            copies of operands are made where the operands are.
+        num_awaited: Number of leading arrays that are barrier inputs only: the others
+            wait for them. On a CPU they wait for nothing themselves, and XLA can
+            compute in place in their buffers.
+        num_settled: Number of trailing arrays that are late outputs: they wait for the
+            others, but the others do not wait for them. On a GPU they wait for nothing,
+            because XLA:GPU delays the consumers of barrier results.
+        num_droppable: Number of leading arrays that JAX may drop from the barrier if
+            their results are unused; the others then do not wait for them.
+        only_on_cpus: Whether there is a barrier only on CPUs and where devices share
+            the arrays. On one GPU a value that XLA fuses into its consumer need not
+            wait, and XLA:GPU copies an operand at the point where it computes it.
 
     Returns:
-        The same arrays, tied.
+        The same arrays, after the barrier.
     """
     operands = tuple(filter(can_pass_through, arrays))
     awaited = sum(map(can_pass_through, arrays[:num_awaited]))
@@ -72,14 +73,16 @@ def tie(
 
 
 def hold(*arrays: Array, after: Sequence[Array]) -> tuple[Array, ...]:
-    """Returns its arguments unchanged, none of them before all are computed.
+    """Returns its arguments unchanged; each result waits for all arguments.
 
-    Unlike a tie it is a custom call on GPUs, too, that waits for what nobody reads.
-    Results take the buffers of the operands. Derivatives are those of the identity.
+    Unlike `tie`, it is a custom call on GPUs, too. So the results also wait for
+    arguments whose results are unused. Results reuse the buffers of the operands. It
+    has the derivative of the identity.
 
     Args:
         *arrays: Arrays of any shape and dtype.
-        after: More arrays, which are waited for. They have buffers of their own.
+        after: Barrier inputs only: more arrays that the results wait for. They keep
+            their own buffers.
     """
     awaited = tuple(filter(can_pass_through, after))
     operands = tuple(filter(can_pass_through, arrays))
@@ -90,7 +93,7 @@ def hold(*arrays: Array, after: Sequence[Array]) -> tuple[Array, ...]:
 
 
 def tie_tree(tree: ArrayTree, token: Array) -> tuple[ArrayTree, Array]:
-    """Ties all leaves of a pytree with a token, and returns both."""
+    """Puts one barrier on all leaves of a pytree and a token, and returns both."""
     leaves, structure = jax.tree.flatten(tree)
     *tied, token = tie(*leaves, token)
     return jax.tree.unflatten(structure, tied), token
@@ -105,7 +108,7 @@ def _abstract_eval(*avals: Any, **_: Static) -> tuple[Any, ...]:
 
 
 def _tied_where_divided(**params: Static) -> dict[str, Static]:
-    # There nothing is decoded in the kernels that read it (`_fused.py`).
+    # For divided arrays nothing is decoded inside its consumer's kernel (`_fused.py`).
     return {**params, "only_on_cpus": False}
 
 
@@ -151,7 +154,7 @@ def _batch(
 
 
 def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], Any]:
-    """Drops what can be dropped and comes out of a tie for nobody."""
+    """Drops unused results of a barrier, as far as they are droppable."""
     if not any(used):
         return [False] * len(used), None
     droppable = equation.params["num_droppable"]
@@ -165,7 +168,7 @@ def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], A
     return keeps, kept
 
 
-# It returns its operands but for the first ones. On CPUs ties are made of it.
+# Returns its operands without the first `num_awaited`. On CPUs `tie_p` lowers to it.
 hold_p: Primitive = make_primitive(
     "dafjax_hold",
     target="dafjax_tie",

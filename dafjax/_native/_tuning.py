@@ -1,4 +1,4 @@
-"""Profiles of this machine's devices: measured on first use, and kept in files."""
+"""Profiles of this machine's devices: measured on first use and stored in files."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ from dafjax._typing import Device
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """A device's profile, and where it is from.
+    """A device's profile and its origin.
 
     Attributes:
-        device: What is known of the device; a profile is of one with the same.
-        profile: Its profile.
-        path: The file that keeps it.
-        measured: Whether it was measured now.
+        device: The facts about the device; a profile holds only for equal facts.
+        profile: The device's profile.
+        path: The file that stores the profile.
+        measured: Whether the profile was measured now, or loaded from the file.
     """
 
     device: dict[str, str]
@@ -40,7 +40,8 @@ def profile_for(platform_name: str) -> Profile | None:
     """Returns the profile of the first device of a platform.
 
     Returns:
-        None if there is no such device: a program may be compiled for another machine.
+        The profile, or None if this process has no such device: a program may be
+        compiled for another machine.
     """
     try:
         device = jax.local_devices(backend=platform_name)[0]
@@ -55,11 +56,11 @@ def _profile_of(device: Device) -> Profile:
 
 
 def tune_device(device: Device, *, redo: bool = False) -> Tuning:
-    """Loads a device's profile, or measures and keeps it.
+    """Loads a device's profile, or measures and stores it.
 
     Args:
         device: A device of this process.
-        redo: Whether it is measured in any case.
+        redo: Whether to measure even if a stored profile exists.
     """
     described = describe(device)
     path = _path_of(described)
@@ -86,10 +87,10 @@ def _path_of(described: dict[str, str]) -> pathlib.Path:
 
 
 def save(path: pathlib.Path, described: dict[str, str], profile: Profile) -> None:
-    """Writes a profile, at once or not at all: others may read and write it, too.
+    """Writes a profile atomically, because other processes may read and write it, too.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     record = {
         "device": described,
@@ -111,7 +112,7 @@ def save(path: pathlib.Path, described: dict[str, str], profile: Profile) -> Non
 
 
 def load(path: pathlib.Path, described: dict[str, str]) -> Profile | None:
-    """Reads a profile; None if there is none of this device that can be read."""
+    """Reads a profile; None if the file is unreadable or is for another device."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["device"] != described:

@@ -1,4 +1,4 @@
-"""Codecs: what a compressed residual is stored as."""
+"""Codecs: the packed formats of compressed residuals."""
 
 from dafjax.codecs._abstract import AbstractCodec as AbstractCodec
 from dafjax.codecs._affine import Affine as Affine, PackedAffine as PackedAffine

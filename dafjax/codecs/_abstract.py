@@ -9,16 +9,16 @@ from dafjax._typing import Array, ArrayTree, Like
 
 
 class AbstractCodec(abc.ABC):
-    """A pair of functions between an array and its packed form.
+    """A pair of functions: `encode` packs an array, `decode` unpacks it.
 
-    A codec is a hashable value. What `encode` returns, its *packed*, is a pytree of
-    arrays whose shapes depend on the shape and dtype of the array alone.
+    A codec is a hashable value. `encode` returns the *packed* array, a pytree of arrays
+    whose shapes depend only on the shape and dtype of the array.
     """
 
     @property
     @abc.abstractmethod
     def is_exact(self) -> bool:
-        """Whether `decode` gives back every bit."""
+        """Whether `decode` restores every bit."""
 
     @abc.abstractmethod
     def encode(self, x: Array, *, seed: int | Array = 0) -> ArrayTree:
@@ -27,7 +27,7 @@ class AbstractCodec(abc.ABC):
         Args:
             x: The array, of a dtype that `check` accepts.
             seed: Integer from 0 to 2^32 - 1, or a uint32 scalar. It selects the
-                rounding noise, if the codec draws any.
+                rounding noise, if the codec uses noise.
 
         Returns:
             A pytree of arrays of `packed_nbytes` bytes in all.
@@ -38,7 +38,7 @@ class AbstractCodec(abc.ABC):
         """
 
     def sums_columns(self, like: Like) -> bool:
-        """Returns whether `encode_and_sum` reads such an array once, on GPUs.
+        """Returns whether `encode_and_sum` reads the array only once on GPUs.
 
         Args:
             like: Shape and dtype of the array.
@@ -49,18 +49,18 @@ class AbstractCodec(abc.ABC):
     def encode_and_sum(
         self, x: Array, *, seed: int | Array = 0
     ) -> tuple[ArrayTree, Array, Array]:
-        """Packs an array, and sums over all its axes but the last.
+        """Packs an array, and sums it over all axes but the last.
 
         Args:
-            x: The array, float32 of at least one dimension.
-            seed: As `encode` takes it.
+            x: The array, float32 with at least one dimension.
+            seed: As in `encode`.
 
         Returns:
-            What `encode` returns; the sum; and that of the squares.
+            The packed array, as `encode` returns it; the sum; the sum of the squares.
 
         Raises:
             TypeError: As `encode` raises it.
-            ValueError: So too.
+            ValueError: As `encode` raises it.
         """
         axes = tuple(range(x.ndim - 1))
         return self.encode(x, seed=seed), jnp.sum(x, axes), jnp.sum(x * x, axes)
@@ -69,55 +69,56 @@ class AbstractCodec(abc.ABC):
     def decode(
         self, packed: ArrayTree, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
-        """Unpacks what `encode` returned.
+        """Unpacks the result of `encode`.
 
         Args:
             packed: The result of `encode`.
             like: Shape and dtype of the array that was packed.
-            after: Arrays that are computed before the packed arrays are unpacked. They
-                are not read; they keep XLA from unpacking earlier.
+            after: Arrays that are computed before unpacking. They are not read; they
+                keep XLA from unpacking earlier.
 
         Returns:
             An array of `like.shape` and `like.dtype`.
 
         Raises:
             TypeError: `like.dtype` is not supported.
-            ValueError: The shapes of `packed` do not belong to `like`.
+            ValueError: The shapes of `packed` do not fit `like`.
         """
 
     def decode_fused(
         self, packed: ArrayTree, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
-        """Unpacks what no product reads, as `decode` does.
+        """Unpacks as `decode` does, for arrays that no matrix product reads.
 
-        On a GPU, XLA can then unpack in the kernels that read the array, so that it is
-        never written to memory. A codec that knows no such way does what `decode` does.
+        On a GPU, XLA can then fuse unpacking into the kernels that read the array, and
+        never writes the array to memory. By default it calls `decode`.
 
         Args:
             packed: The result of `encode`.
             like: Shape and dtype of the array that was packed.
-            after: As `decode` takes them.
+            after: As in `decode`.
 
         Returns:
             The array that `decode` returns.
 
         Raises:
             TypeError: `like.dtype` is not supported.
-            ValueError: The shapes of `packed` do not belong to `like`.
+            ValueError: The shapes of `packed` do not fit `like`.
         """
         return self.decode(packed, like, after=after)
 
     @property
     def decodes_fused(self) -> bool:
-        """Whether `decode_fused` is another way than `decode`."""
+        """Whether the codec has its own `decode_fused`."""
         return type(self).decode_fused is not AbstractCodec.decode_fused
 
     def packs_rows(self, like: Like) -> bool:
-        """Returns whether each row of such an array is packed by itself.
+        """Returns whether each row of the array is packed separately.
 
-        A row is an index of the first dimension. Then each array of a packed has the
-        rows too, and any of them decode to those rows of the array. A codec for which
-        that holds says so, so that the backward pass may unpack an array in parts.
+        A row is an index of the first dimension, the batch axis. If so, the first
+        dimension of each packed array is the batch axis too, and any subset of its rows
+        decodes to the same rows of the array. The backward pass may then unpack the
+        array in chunks.
 
         Args:
             like: Shape and dtype of the array.
@@ -126,15 +127,15 @@ class AbstractCodec(abc.ABC):
         return False
 
     def packs_parts(self, like: Like, count: int) -> bool:
-        """Returns whether parts of such an array can be unpacked, each by itself.
+        """Returns whether each chunk of the array can be unpacked separately.
 
-        A part is rows that follow each other. Then the first dimension of each array of
-        a packed can be divided likewise, and a part of them all decodes to a part of
-        the array.
+        A chunk is a range of rows. If so, the first dimension of each packed array
+        splits into the same number of chunks, and the chunk of all packed arrays
+        decodes to the chunk of the array.
 
         Args:
             like: Shape and dtype of the array.
-            count: Into how many equal parts its rows are divided.
+            count: Number of equal chunks.
         """
         if not like.shape:
             return False
@@ -144,7 +145,7 @@ class AbstractCodec(abc.ABC):
 
     @abc.abstractmethod
     def packed_nbytes(self, like: Like) -> int:
-        """Returns the bytes that an array of this shape and dtype takes when packed.
+        """Returns the packed size in bytes of an array of this shape and dtype.
 
         Raises:
             TypeError: `like.dtype` is not supported.

@@ -1,4 +1,4 @@
-"""Codec for floating-point arrays: a few bits an element, one scale a block."""
+"""Codec for floating-point arrays: a few bits per element, one scale per group."""
 
 import dataclasses
 import math
@@ -37,18 +37,18 @@ _BLOCKS = ("rows", "columns")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedAffine:
-    """What `Affine.encode` returns for rows `[m, n]`, or one row `[n]`.
+    """The result of `Affine.encode` for rows `[m, n]`, or for one row `[n]`.
 
-    The shapes are those of row blocks; `xla_ffi/README.md`, section 4, has those of
-    column blocks.
+    The shapes below are for `blocks="rows"`; `xla_ffi/README.md`, section 4, has the
+    shapes for `blocks="columns"`.
 
     Attributes:
         codes: uint16 `[m, ceil(n / 512) * 32 * bits]`, bit planes of the codes.
         scale: bfloat16 `[m, ceil(n / block_size)]`, the step between codes. The sign
-            bit marks a block that holds infinities or NaN.
+            bit marks a quantization group that holds infinities or NaN.
         minimum: bfloat16 `[m, ceil(n / block_size)]`, the value of code 0.
-        seeds: uint32 `[m]`, those of the noise that `decode` subtracts. `None` where
-            the rounding is not dithered.
+        seeds: uint32 `[m]`, seeds of the noise that `decode` subtracts. `None` unless
+            rounding is dithered.
     """
 
     codes: Array
@@ -62,47 +62,47 @@ class PackedAffine:
 class Affine(AbstractCodec):
     """Stores floating-point arrays as codes of 1 to 8 bits.
 
-    Every element of the first dimension (of small arrays: several) is flattened to a
-    row and cut into blocks of `block_size` elements. With `lo` and `hi` the least and
-    greatest finite value of a block,
+    Each index of the first dimension (in small arrays: several together) is flattened
+    to a row. A row is cut into quantization groups ("blocks") of `block_size` elements.
+    With `lo` and `hi` the least and greatest finite value of a group,
 
         minimum = lo rounded down to bfloat16
         scale   = (hi - minimum) / (2^bits - 1) rounded up to bfloat16
         code    = round((x - minimum) / scale)
         x'      = minimum + scale * code
 
-    Stochastic rounding goes up with the probability of the fraction, so that the mean
-    of `x'` is `x` (to 2^-(16 - bits) of a step) and its error is below one step;
-    nearest rounding has an error of at most half a step and a bias. Zeros of a block
-    whose least value is zero stay exactly zero.
+    Stochastic rounding rounds up with a probability equal to the fraction. So the mean
+    of `x'` is `x` (to 2^-(16 - bits) of a step), and the error is below one step.
+    Nearest rounding has an error of at most half a step, and a bias. Zeros stay exactly
+    zero in a group whose least value is zero.
 
-    Dithered rounding has an error of at most half a step and no bias: it is stochastic,
-    and `decode` draws the same noise again and subtracts it. The variance is a twelfth
-    of a squared step for every value, where stochastic rounding has a sixth on average
-    (Schuchman, 1964, "Dither signals and their effect on quantization noise"). Decoded
-    values can be half a step beyond the range of their block, and zeros do not stay
-    exactly zero. It takes four bytes more for a row. A page pool, which can drop bits
-    of a code, rounds stochastically instead.
+    Dithered rounding has an error of at most half a step and no bias: it rounds
+    stochastically, and `decode` draws the same noise again and subtracts it. The error
+    variance is a twelfth of a squared step for every value; stochastic rounding has a
+    sixth on average (Schuchman, 1964, "Dither signals and their effect on quantization
+    noise"). Decoded values can lie half a step outside the range of their group, and
+    zeros do not stay exactly zero. Each row takes four more bytes. A page pool can drop
+    bits of a code, so it rounds stochastically instead.
 
-    NaN and infinities survive at three
-    bits and more; with fewer they become NaN. float32 subnormals count as zero.
+    NaN and infinities survive with three bits or more; with fewer they become NaN.
+    float32 subnormals count as zero.
 
     The code is the random quantization of ActNN (Chen et al., 2021, arXiv:2104.14129);
     the exact arithmetic and the packed layout are in `xla_ffi/README.md`. The noise is
-    a function of the seed and the content, so that the same input gives the same codes.
+    a function of the seed and the content, so equal inputs give equal codes.
 
-    A block costs `bits + 32 / block_size` bits an element.
+    An element costs `bits + 32 / block_size` bits.
 
-    With `blocks="columns"` a block is `block_size` values of one channel, an index of
-    the last axis. That is more accurate by some decibels where channels differ in mean
-    or size, as they do after convolutions and matrix products
+    With `blocks="columns"` a group is `block_size` values of one channel; a channel is
+    an index of the last axis. This is more accurate by a few decibels if channels
+    differ in mean or scale, as they do after convolutions and matrix products
     (`benchmarks/block_layout.py`). An array of `rows` rows is padded to a multiple of
-    16 rows and has a scale and a minimum for each channel: an element costs about
+    16 rows and has a scale and a minimum for each channel. An element then costs about
     `bits * ceil(rows / 16) * 16 / rows + 32 / min(rows, block_size)` bits. If the
-    number of channels is no multiple of 32, several rows count as one, so that it is.
-    Where one example has fewer than 64 such rows, the examples are one array, which
-    devices cannot divide; where all have, or of fewer than two dimensions, arrays are
-    stored in row blocks.
+    number of channels is not a multiple of 32, several rows count as one, so that it
+    is. If one example has fewer than 64 such rows, all examples are packed as one
+    array, which devices cannot divide. If all examples together have fewer than 64, or
+    if the array has fewer than two dimensions, it is packed as with `blocks="rows"`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -119,8 +119,8 @@ class Affine(AbstractCodec):
         bits: Bits of a code: 1, 2, 3, 4 or 8.
         block_size: Elements that share a scale: 64, 128, 256, 512 or 1024.
         rounding: `"stochastic"`, `"dithered"` or `"nearest"`.
-        blocks: `"rows"`, blocks of consecutive elements, or `"columns"`, blocks of the
-            values of one channel.
+        blocks: `"rows"` for groups of consecutive elements, or `"columns"` for groups
+            of values of one channel.
 
     Raises:
         ValueError: An argument is not one of these.
@@ -141,7 +141,7 @@ class Affine(AbstractCodec):
             BLOCK_SIZES,
             "Smaller blocks are more accurate, for 32 / block_size bits an element.",
         )
-        # NumPy's integers overflow where Python's do not.
+        # NumPy integers can overflow; Python integers cannot.
         object.__setattr__(self, "bits", int(self.bits))
         object.__setattr__(self, "block_size", int(self.block_size))
         _check_choice(
@@ -167,7 +167,7 @@ class Affine(AbstractCodec):
 
     @property
     def is_dithered(self) -> bool:
-        """Whether noise is subtracted when arrays are decoded."""
+        """Whether decoding subtracts the rounding noise."""
         return self.rounding == "dithered"
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
@@ -222,20 +222,20 @@ class Affine(AbstractCodec):
         return math.prod(count) * (2 * words + 4 * (blocks + self.is_dithered))
 
     def has_full_columns(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether an array's blocks of columns are full enough to pay.
+        """Returns whether an array's per-channel groups are full enough to pay.
 
-        A scale and a minimum of 64 values cost three eighths of a bit more than those
-        of 256. Channels of their own are worth 2 to 3 dB, about that on average, and
-        much more for the keys of attention: at 2 bits on average the gradients of the
-        adapters of queries, in a RoBERTa of 64 tokens, have a half (the first factor)
-        and a fourth (the second) of the noise.
+        A scale and a minimum per 64 values cost three eighths of a bit more per element
+        than per 256 values. Per-channel groups gain 2 to 3 dB, which on average about
+        offsets this cost, and much more for the keys of attention: in a RoBERTa with 64
+        tokens, at 2 bits on average, the gradients of the adapters of queries have a
+        half (first factor) and a fourth (second factor) of the noise.
         """
         if len(shape) < 2:
             return False
         return num_positions(rows_of(shape)[-1], shape[-1]) >= min(BLOCK_SIZES)
 
     def rows_and_columns(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-        """Returns the shape as rows, and the columns of blocks; 0 for row blocks."""
+        """Returns the shape as rows, and the columns; 0 for groups within rows."""
         rows = rows_of(shape)
         if self.blocks == "columns" and len(shape) > 1:
             for candidate in (rows, (math.prod(shape),)):
@@ -256,7 +256,7 @@ class Affine(AbstractCodec):
         return to_rows(x, rows), parameters
 
     def _seeds(self, seed: Array, rows: Array) -> Array | None:
-        """Returns the seed of every row, divided among devices as rows are."""
+        """Returns the seed of every row, divided among devices as the rows are."""
         if not self.is_dithered:
             return None
         return lax.full_like(rows, 0, jnp.uint32, rows.shape[:-1]) + seed
@@ -285,7 +285,7 @@ class Affine(AbstractCodec):
 def _check_choice(
     name: str, value: object, choices: tuple[object, ...], remedy: str
 ) -> None:
-    # `True` and 1.0 equal 1, but are no numbers of bits.
+    # `True` and 1.0 equal 1, but are not valid numbers of bits.
     is_of_kind = isinstance(value, (int, np.integer, str))
     if not is_of_kind or isinstance(value, bool) or value not in choices:
         raise ValueError(

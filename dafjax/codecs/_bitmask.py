@@ -1,4 +1,4 @@
-"""Codec for boolean arrays: one bit an element, exact."""
+"""Codec for boolean arrays: one bit per element, exact."""
 
 import dataclasses
 import math
@@ -25,8 +25,8 @@ class Bitmask(AbstractCodec):
     """Stores boolean arrays, such as the masks of relu and dropout, in one bit each.
 
     Element `e` of a tile of 512 is bit `e // 32` of word `e % 32`
-    (`xla_ffi/README.md`, section 1). Packed is uint16 `[m, ceil(n / 512) * 32]` for
-    rows `[m, n]`. Decoding is exact; `seed` is not used.
+    (`xla_ffi/README.md`, section 1). The packed array is uint16
+    `[m, ceil(n / 512) * 32]` for rows `[m, n]`. Decoding is exact; `seed` is not used.
 
     Example:
         >>> import jax, jax.numpy as jnp

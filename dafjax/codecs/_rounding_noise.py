@@ -1,4 +1,4 @@
-"""How much an array suffers from rounding, as its blocks are filled."""
+"""Estimates the rounding noise of an array from the values in its groups."""
 
 import functools
 import math
@@ -13,27 +13,28 @@ from dafjax.codecs._affine import Affine
 from dafjax.codecs._rows import to_rows
 
 
-# So many blocks, evenly spread, stand for all.
+# Number of sampled quantization groups, evenly spread over the array.
 _NUM_BLOCKS = 32
 
 
 def sample_rounding_noise(affine: Affine, x: Array) -> Array:
-    """Returns the variance of rounding to 1 bit over the squared range of blocks.
+    """Returns the variance of rounding to 1 bit over the squared range of groups.
 
-    An element `v` of a block from `low` to `high` is rounded to one of these two, at
-    random, so that its mean is `v`; the variance is then `(v - low) * (high - v)`. Over
-    `(high - low)^2` that is 1/6 for elements that are spread evenly in their block, up
-    to 1/4 where most lie in its middle, and 0 where all lie at its ends: masks, and
-    probabilities that are 0 or 1, are not rounded. Where noise is subtracted from codes
-    it is 1/12 for all elements.
+    Stochastic rounding maps an element `v` of a group from `low` to `high` to one of
+    these two, with mean `v` and variance `(v - low) * (high - v)`. Divided by
+    `(high - low)^2`, the variance is 1/6 if the elements are spread evenly over the
+    range, up to 1/4 if most are in its middle, and 0 if all are at its ends: masks, and
+    probabilities of 0 or 1, suffer no rounding. With dithered rounding it is 1/12 for
+    all elements.
 
     Args:
-        affine: How blocks are formed; its bits do not matter.
+        affine: Defines the groups; its bits do not matter.
         x: A floating-point array of any shape.
 
     Returns:
-        A float32 scalar: the mean variance over the mean squared range of some blocks;
-        0 if none has a range, NaN if they hold values that are not finite.
+        A float32 scalar: the mean variance over the mean squared range of the sampled
+        groups; 0 if no group has a range, NaN if a group has values that are not
+        finite.
     """
     if x.size == 0:
         return jnp.zeros((), jnp.float32)
@@ -52,7 +53,7 @@ def _mean_noise(affine: Affine, x: Array) -> jax.Array:
 
 
 def _some_blocks(affine: Affine, x: Array) -> jax.Array:
-    """Returns the elements of some blocks, `[blocks, elements]`; all of them full."""
+    """Returns the elements of sampled full groups, `[groups, elements]`."""
     rows, columns = affine.rows_and_columns(x.shape)
     channels = max(1, columns)
     count, size = math.prod(rows[:-1]), rows[-1] // channels
@@ -68,13 +69,13 @@ def _some_blocks(affine: Affine, x: Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=1024)
 def _strides(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Returns how far apart at most so many samples are, dimension by dimension.
+    """Returns the stride of each dimension that gives at most `most` samples.
 
-    Odd numbers, in step with no power of two; along all dimensions alike, for where
-    they differ is not known.
+    Strides are odd, so that they are not in step with a power of two. All dimensions
+    get similar numbers of samples, because it is unknown along which one groups differ.
 
     Args:
-        shape: Of the array.
+        shape: The shape of the array.
         most: The most samples, at least 1.
     """
     strides = [1] * len(shape)

@@ -1,4 +1,4 @@
-"""The rows in which an array is packed."""
+"""Reshapes an array to the rows in which it is packed, and back."""
 
 import math
 from collections.abc import Sequence
@@ -12,20 +12,21 @@ from dafjax._native._layout import TILE, num_tiles
 from dafjax._typing import Array, Like
 
 
-# A row is padded to whole tiles. Rows that grow by more than this are put together.
+# A row is padded to whole tiles. If padding adds more than this share, several rows are
+# joined.
 _MOST_PADDING = 1 / 8
 
 
-# So many small elements fill tiles well enough; looking further costs time.
+# The most rows that are joined: enough to fill tiles well. A longer search costs time.
 _MOST_TOGETHER = 16 * TILE
 
 
 def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape `[m, n]` of an array as rows, or `[n]` as one row.
 
-    The first dimension of an array is mostly that of examples, and what devices divide
-    among them. A row is one example, so that each device packs its own; or as many as
-    it takes to fill tiles, for the smallest of arrays all.
+    The first dimension of an array is mostly the batch axis, which devices divide among
+    them. A row is one example, so that each device packs its own examples. If examples
+    are too small to fill tiles, a row is several examples; in the smallest arrays, all.
     """
     if len(shape) > 1 and math.prod(shape) > 0:
         count, size = shape[0], math.prod(shape[1:])
@@ -38,7 +39,7 @@ def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def to_rows(x: Array, rows: tuple[int, ...]) -> Array:
-    """Returns an array as rows `[m, n]` or `[n]`, each on one device."""
+    """Reshapes an array to rows `[m, n]` or `[n]`, with every row on one device."""
     sharding: Any = jax.typeof(x).sharding
     if not _is_explicit(sharding):
         return lax.reshape(x, rows)
@@ -53,14 +54,14 @@ def to_rows(x: Array, rows: tuple[int, ...]) -> Array:
 
 
 def from_rows(rows: Array, like: Like) -> Array:
-    """Returns an array of the shape, and divided among devices, as it was."""
+    """Inverts `to_rows`: restores the shape, and the division among devices."""
     if not is_divided_by_type(like):
         return lax.reshape(rows, like.shape)
     return lax.reshape(rows, like.shape, out_sharding=like.sharding)
 
 
 def is_divided_by_type(*likes: Like) -> bool:
-    """Returns whether the type of any array says how devices share it."""
+    """Returns whether the type of any array has a sharding with explicit mesh axes."""
     shardings: list[Any] = [like.sharding for like in likes]
     return any(s is not None and _is_explicit(s) for s in shardings)
 

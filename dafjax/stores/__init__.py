@@ -1,4 +1,4 @@
-"""Places where packed residuals wait for the backward pass."""
+"""Stores: where packed residuals are kept until the backward pass reads them."""
 
 from dafjax._native import PoolExhausted as PoolExhausted, StaleHandle as StaleHandle
 from dafjax.stores._abstract import AbstractStore as AbstractStore

@@ -9,28 +9,29 @@ from dafjax.codecs import AbstractCodec, Affine
 
 
 class AbstractStore(abc.ABC):
-    """A place where packed residuals wait.
+    """Keeps packed residuals until the backward pass reads them.
 
-    A residual `x` goes there and comes back by way of the codec that the store chooses:
+    The store chooses the codec that packs and unpacks a residual `x`:
 
         codec  = store.codec(wanted, site=name)
         handle = store.put(codec.encode(x))
         x'     = codec.decode(store.get(handle), like)
 
-    Stores are frozen, hashable data. A handle is a pytree of arrays, so that it can be
-    returned from a traced function, stacked by `scan` and batched by `vmap`.
+    Stores are frozen, hashable data. A handle is a pytree of arrays, so a traced
+    function can return it, `scan` can stack it and `vmap` can batch it.
     """
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether codes have the bits that were planned, and none are taken away."""
+        """Whether every code keeps the bits that the plan gives it."""
         return False
 
     @property
     def takes_brief(self) -> bool:
-        """Whether it takes what waits only while little memory is needed.
+        """Whether the store takes short-lived residuals.
 
-        If not, such residuals are arrays of the program, which the store never sees.
+        A short-lived residual is stored only while the program needs little memory. If
+        the store does not take them, they stay ordinary arrays of the program.
         """
         return True
 
@@ -38,17 +39,17 @@ class AbstractStore(abc.ABC):
     def codec(
         self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
     ) -> AbstractCodec:
-        """Returns the codec that a residual is packed with to wait here.
+        """Returns the codec that packs a residual for this store.
 
-        It is `wanted`, unless packing and storing are one step for this store: then
-        what its `encode` returns stands for what is stored.
+        The codec is `wanted`, unless this store packs and stores in one step. Then
+        `encode` stores the residual and returns a handle.
 
         Args:
             wanted: The codec that was chosen for the residual.
-            site: The residual's name, the same in every process.
-            reads: How often one backward pass decodes all of it; 0 if that is unknown.
-            num_parts: In how many parts of its rows it may be decoded, where the codec
-                `packs_parts`.
+            site: The residual id, the same in every process.
+            reads: How often one backward pass decodes the whole residual; 0 if unknown.
+            num_parts: Number of batch chunks into which decoding may be split, if the
+                codec `packs_parts`.
         """
 
     @abc.abstractmethod
@@ -56,27 +57,27 @@ class AbstractStore(abc.ABC):
         """Returns a store that allocates bits for a target from now on.
 
         Raises:
-            ValueError: There is another target already.
+            ValueError: The store already has another target.
         """
 
     @abc.abstractmethod
     def measured_code(self, codec: AbstractCodec) -> Affine | None:
-        """Returns the code of a residual if its importance is to be measured.
+        """Returns a residual's affine code if its sensitivity must be measured.
 
         Args:
-            codec: What `codec` returned for it.
+            codec: The codec that `codec` returned for the residual.
         """
 
     @abc.abstractmethod
     def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> Array | None:
-        """Returns the mean of the squared ranges of a residual's blocks.
+        """Returns the mean squared range of a residual's quantization groups.
 
         Args:
-            codec: What `codec` returned for it; one with a `measured_code`.
-            packed: What `get` returned.
+            codec: The codec that `codec` returned; it must have a `measured_code`.
+            packed: The packed residual that `get` returned.
 
         Returns:
-            A float32 scalar; None if the store knows it by itself.
+            A float32 scalar; None if the store measures the ranges itself.
         """
 
     @abc.abstractmethod
@@ -87,23 +88,24 @@ class AbstractStore(abc.ABC):
         likes: Sequence[Like],
         after: Array,
     ) -> Array:
-        """Takes what the backward pass measured of residuals.
+        """Records the sensitivities that the backward pass measured.
 
         Args:
-            sensitivities: float32 `[n + 1]`: for each residual the variance of the
-                gradient at 1 bit, if the squared ranges of blocks are 1 on average
-                where `squared_range` is None; then the squared norm of the gradient.
-            codecs: What `codec` returned for the residuals with a `measured_code`.
-            likes: Shape and dtype of each.
+            sensitivities: float32 `[n + 1]`. The first `n` are the gradient variance
+                that each residual contributes at 1 bit. If `squared_range` is None,
+                they are for a mean squared group range of 1. The last element is the
+                squared norm of the gradient.
+            codecs: The codecs of the `n` residuals that have a `measured_code`.
+            likes: Shape and dtype of each residual.
             after: An array that is computed first.
 
         Returns:
-            A scalar; the note is taken only if something depends on it.
+            A scalar. The record is made only if something depends on this scalar.
         """
 
     @abc.abstractmethod
     def put(self, packed: ArrayTree) -> ArrayTree:
-        """Puts what a codec made of a residual.
+        """Stores a packed residual.
 
         Args:
             packed: A pytree of arrays.
@@ -114,11 +116,11 @@ class AbstractStore(abc.ABC):
 
     @abc.abstractmethod
     def get(self, handle: ArrayTree) -> ArrayTree:
-        """Returns what was put, any number of times.
+        """Loads a packed residual; may be called any number of times.
 
         Args:
-            handle: What `put` returned.
+            handle: The handle that `put` returned.
 
         Returns:
-            A pytree equal to what was put.
+            A pytree equal to the argument of `put`.
         """

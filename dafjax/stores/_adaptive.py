@@ -1,4 +1,4 @@
-"""Static stores whose bits are allocated by `adaptive_jit`, from trace to trace."""
+"""Static stores whose bits `adaptive_jit` may change from one trace to the next."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ from dafjax.codecs import AbstractCodec, Affine, PackedAffine
 from dafjax.stores._abstract import AbstractStore
 
 
-# Codes of so many bits are allocated: those of the pool, of `dafjax.allocation`.
+# The bit widths that can be allocated, as in the page pool and `dafjax.allocation`.
 _LADDER = (1, 2, 4, 8)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class SiteFacts:
-    """What allocation needs to know of the residuals of one place in the model.
+    """The facts that bit allocation needs about one residual id.
 
     Attributes:
-        name: The site's name.
-        target: What its bits are allocated for.
-        bits: Those that it has in the program that tells this.
+        name: The residual id.
+        target: The target of the bit allocation.
+        bits: Bits of its codes in the traced program.
         num_elements: Elements that one forward pass packs, padding included.
-        parameters_nbytes: Bytes of the scales and minima of its blocks.
-        asked: Those that it would have if none were allocated.
-        maximum: The most that make it smaller than it was.
+        parameters_nbytes: Bytes of the scales and minima of its quantization groups.
+        asked: Bits of its codes without allocation.
+        maximum: The most bits at which it is smaller packed than unpacked.
     """
 
     name: str
@@ -46,12 +46,12 @@ class SiteFacts:
 @final
 @dataclasses.dataclass(frozen=True)
 class AdaptiveAffine(AbstractCodec):
-    """An affine code whose bits are those in force.
+    """An affine code with the bits of the active bit allocation.
 
     Args:
         affine: The code.
-        site: The name of what is packed.
-        asked: The bits that it would have if none were allocated.
+        site: The id of the residual that it packs.
+        asked: Bits of its codes without allocation.
     """
 
     affine: Affine
@@ -85,22 +85,22 @@ class AdaptiveAffine(AbstractCodec):
         self.affine.check(like)
 
     def squared_range(self, packed: PackedAffine) -> Array:
-        """Returns the mean over blocks of (greatest - least value) squared, float32.
+        """Returns the mean over groups of (greatest - least value) squared, float32.
 
-        A block's range is its step times the steps that its codes have: 2^bits - 1.
+        A group's range is `|scale| * (2^bits - 1)`.
         """
-        # The sign tells of values that are not finite.
+        # The sign bit of `scale` flags groups with values that are not finite.
         ranges = jnp.abs(packed.scale.astype(jnp.float32)) * (2**self.affine.bits - 1)
         return jnp.mean(ranges * ranges)
 
     def facts(self, like: Like, target: Target) -> SiteFacts:
-        """Returns what is known of the site."""
+        """Returns the facts that bit allocation needs about this residual id."""
         self.check(like)
         nbytes = {
             bits: dataclasses.replace(self.affine, bits=bits).packed_nbytes(like)
             for bits in _LADDER
         }
-        # Bytes are linear in bits: those of codes, and those that blocks need besides.
+        # Bytes are linear in bits: bytes of the codes, plus a constant for the groups.
         of_a_bit = nbytes[2] - nbytes[1]
         fitting = [b for b in _LADDER if nbytes[b] < like.size * like.dtype.itemsize]
         return SiteFacts(
@@ -117,14 +117,15 @@ class AdaptiveAffine(AbstractCodec):
 @final
 @dataclasses.dataclass(frozen=True)
 class Adaptive(AbstractStore):
-    """Keeps what another store keeps, with bits that `dafjax.adaptive_jit` allocates.
+    """Wraps a store so that `dafjax.adaptive_jit` allocates the bits of its codes.
 
-    Bits are part of the compiled program. They are read while it is traced, from what
-    `adaptive_jit` has put in force; backward passes report to its ledger.
+    Bits are part of the compiled program. Tracing reads them from the active bit
+    allocation of `adaptive_jit`; backward passes report to its ledger, the statistics
+    accumulator.
 
     Args:
-        store: Where packed residuals wait.
-        target: What bits are allocated for.
+        store: The store that keeps packed residuals.
+        target: The target of the bit allocation.
     """
 
     store: AbstractStore
@@ -198,8 +199,8 @@ class Adaptive(AbstractStore):
 
 
 def site_number(name: str, target: Target) -> int:
-    """Returns what stands for a site in custom calls: 64 bits.
+    """Returns the 64-bit hash that custom calls carry in place of a residual id.
 
-    The same function may be wrapped twice, with other targets.
+    It includes the target, because a function may be wrapped twice with two targets.
     """
     return pool_hash(f"{name} for {target!r}")

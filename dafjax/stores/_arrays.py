@@ -10,10 +10,10 @@ from dafjax.stores._static import AbstractStaticStore
 @final
 @dataclasses.dataclass(frozen=True)
 class Arrays(AbstractStaticStore):
-    """Keeps packed residuals in ordinary arrays, which XLA plans and frees.
+    """Keeps packed residuals in ordinary arrays, which XLA allocates and frees.
 
-    Pure, batchable and shardable; nothing can leak. The number of bits is part of the
-    compiled program.
+    The store is pure, batchable and shardable, and cannot leak. The number of bits is
+    part of the compiled program.
     """
 
     def put(self, packed: ArrayTree) -> ArrayTree:

@@ -1,4 +1,4 @@
-"""How a page pool grows when what it has is in use."""
+"""How much a page pool grows when its pages are all in use."""
 
 import dataclasses
 from typing import final
@@ -10,14 +10,15 @@ from dafjax._numbers import as_real
 @final
 @dataclasses.dataclass(frozen=True)
 class AdaptiveGrowth:
-    """Grows by a share of recent demand, by 2 to 64 MiB at a time.
+    """Grows by a share of recent peak use, in steps of 2 to 64 MiB.
 
-    What is committed and not used is then at most a small part of what is: a pool for a
-    few residuals stays small, and one for many takes few steps.
+    A step is larger if one residual needs more. The unused memory stays a small part
+    of the used memory: a pool for a few residuals stays small, and a pool for many
+    needs few steps.
 
     Attributes:
-        share: Of the most bytes in use in this execution and the one before; above 0
-            and at most 1.
+        share: Share of the peak number of bytes in use, over this execution and the
+            previous one; above 0 and at most 1.
 
     Raises:
         TypeError: `share` is no number.
@@ -41,10 +42,10 @@ class AdaptiveGrowth:
 @final
 @dataclasses.dataclass(frozen=True)
 class FixedGrowth:
-    """Grows by the same number of bytes each time, or by what one residual needs.
+    """Grows by a fixed number of bytes, or by more if one residual needs more.
 
     Attributes:
-        nbytes: As an integer, or as text: `"100MB"`, which is what DAF takes.
+        nbytes: Bytes, as an integer or as text. The default, `"100MB"`, is DAF's.
 
     Raises:
         TypeError: `nbytes` is neither an integer nor text.
@@ -57,7 +58,7 @@ class FixedGrowth:
         parse_nbytes("FixedGrowth(nbytes=...)", self.nbytes, most=_MOST_GROWTH)
 
 
-# What is committed is listed, page by page: a list for more ends the process.
+# The pool lists committed memory page by page. A longer list would end the process.
 _MOST_GROWTH = 2**40
 
 Growth = AdaptiveGrowth | FixedGrowth

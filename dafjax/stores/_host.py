@@ -12,11 +12,12 @@ from dafjax.stores._static import AbstractStaticStore
 @final
 @dataclasses.dataclass(frozen=True)
 class Host(AbstractStaticStore):
-    """Keeps packed residuals in the host's memory: offload of few bytes.
+    """Offloads packed residuals to host memory.
 
-    `jax.checkpoint_policies.save_and_offload_only_these_names` moves residuals as they
-    are; this moves their codes, at 2 bits 15 times fewer bytes each way. On CPUs, where
-    the host's memory is the device's, the same program runs and nothing is gained.
+    `jax.checkpoint_policies.save_and_offload_only_these_names` moves residuals
+    uncompressed. This store moves their codes: at 2 bits, 15 times fewer bytes each
+    way. On CPUs the same program runs without a gain, because host memory is device
+    memory.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp

@@ -25,36 +25,38 @@ from dafjax.stores._pooled_affine import PooledAffine
 class PagePool(AbstractStore):
     """Keeps packed residuals in pages of 64 KiB, within a budget set at run time.
 
-    Bits are run-time data: neither a new budget nor other bits compile anything anew.
-    When the budget leaves no room, the least important residual loses its last plane
-    (8, 4, 2, 1 bit, at the end its block means), and the step goes on. Residuals whose
-    codec has 8 bits lose theirs after all others. From the next step on, as far as
-    importances are known, bits are given out so that all fit, at most those that are
-    asked for. Importances are measured by programs that are traced while the pool has a
-    budget or a target; to others, residuals of the same size matter alike.
+    Bits are run-time data: a new budget or new bits need no recompilation. When a
+    residual does not fit the budget, the least sensitive residual loses its last bit
+    plane (8, 4, 2, 1 bit, at last only its group means remain), and the step goes on.
+    Residuals whose codec has 8 bits lose planes after all others. From the next step
+    on, the pool allocates bits so that all residuals fit, at most the requested bits
+    each, as far as it knows their sensitivities. Programs measure sensitivities if
+    the pool has a budget or a target while they are traced. Without measurements the
+    pool treats residuals of equal size as equally sensitive.
 
-    Residuals live until the execution that put them is over; their pages are then
-    reused. A gradient that is computed in another execution than its forward pass may
-    find its residuals gone, and says so: `StaleHandle`. `collect` frees them earlier:
-    as soon as the backward pass has read them.
+    A residual lives until the execution that stored it is over; then the pool reuses
+    its pages. A backward pass that runs in a later execution than its forward pass may
+    find its residuals gone, and raises `StaleHandle`. `collect` frees residuals
+    earlier, as soon as the backward pass has read them.
 
-    Residuals in affine codes of 1, 2, 4 or 8 bits wait in the pool, as one entry each,
-    or one for each of the parts in which a backward pass on CPUs reads them. They have
-    the bits of their codec, unless others are set (`set_bits`) or allocated (`target`):
-    then 8 at most. All others (bit masks, the places of maxima, what is kept as it is,
-    codes of 3 bits, and what `lasting_only` leaves out) are ordinary arrays of the
-    program, as in `Arrays()`; `sites` names those that are in the pool. Programs that
-    XLA divides among devices are refused, and so are other platforms than CPUs and,
-    where dafjax was built with CUDA, NVIDIA GPUs.
+    The pool stores residuals in affine codes of 1, 2, 4 or 8 bits. Each is one entry,
+    or one entry per chunk if a backward pass on CPUs reads it in chunks. A residual
+    has the bits of its codec, unless others are set (`set_bits`) or allocated
+    (`target`); then 8 at most. All other residuals stay ordinary arrays of the
+    program, as in `Arrays()`: bit masks, argmax indices of max-pooling, uncompressed
+    residuals, codes of 3 bits, and residuals that `lasting_only` leaves out. `sites`
+    lists the residuals in the pool. The pool serves CPUs and, if dafjax was built with
+    CUDA, NVIDIA GPUs. It refuses other platforms, and programs that XLA divides among
+    devices.
 
-    A pool serves either programs for CPUs or those for one GPU. On a GPU the pages are
-    in pinned memory of the host, and only compressed bytes cross the bus. It runs
-    behind the host, so that measured importances count an execution late or so; and a
-    load that finds its residual gone gives NaN, and the pool's next call raises
-    `StaleHandle`.
+    A pool serves either CPU programs or the programs of one GPU. On a GPU the pages
+    are in pinned host memory, and only compressed bytes cross the bus. The GPU runs
+    behind the host, so measured sensitivities take effect about one execution late. A
+    load on a GPU that finds its residual gone returns NaN, and the pool's next call
+    raises `StaleHandle`.
 
-    A pool is known to compiled programs by its name, so that a program that is cached
-    on disk finds the pool of that name in another process.
+    Compiled programs find a pool by its name. So a program that is cached on disk
+    finds the pool of that name in another process.
 
     Example:
         >>> import dafjax
@@ -78,34 +80,36 @@ class PagePool(AbstractStore):
         """Makes an empty pool.
 
         Args:
-            budget: The most memory that it takes, in bytes or as text (`"64MiB"`); None
-                for as much as the system has.
-            growth: How it grows: `AdaptiveGrowth` or `FixedGrowth`.
-            executions_in_flight: An execution is over when so many newer ones have
-                started on its device. More than 1 where several threads dispatch, or
-                where a backward pass is an execution of its own.
-            backward_once: Whether residuals are freed, and their memory given back, as
-                soon as the backward pass is done with them. Then the pool is all but
-                empty when XLA needs the most, and a loop over micro-batches in one
-                program needs the pool of one. A second backward pass of the same
-                forward pass, as by calling a pullback twice, fails and says so. For
-                CPUs only.
-            lasting_only: Whether residuals that wait only while the function needs far
-                less memory than at its peak, as those of the late layers of a
-                convolutional network, are arrays of the program: XLA has memory for
-                them then, and a step needs less in all. They have the bits of their
-                codec, are not counted in the budget, and there can be no target. Wrap
-                the loss, and run it once for each backward pass: there are none of a
-                function whose results are together more than half as large as the
-                largest value in it, or in a loop inside of it; in a loop round it that
-                is differentiated they are stacked.
-            packer: Who packs residuals of programs on a GPU: `"gpu"`; `"cpu"`, which
-                packs what the GPU has quantized while that goes on, where both share
-                memory, as on a Jetson; or `"auto"`, the one with which executions take
-                less time. It is tried on GPUs that share the host's memory; on others
-                the GPU packs.
-            name: What compiled programs find it by; by default from the order in which
-                pools are made.
+            budget: The most memory that the pool takes, in bytes or as text
+                (`"64MiB"`); None for no limit but the system's memory.
+            growth: How the pool grows: `AdaptiveGrowth` or `FixedGrowth`.
+            executions_in_flight: An execution is over when this many newer executions
+                have started on its device. Use more than 1 if several threads
+                dispatch, or if forward and backward pass are separate executions.
+            backward_once: Whether to free residuals, and give their memory back, as
+                soon as the backward pass has read them. Then the pool is all but empty
+                when XLA needs the most memory, and a loop over micro-batches in one
+                program needs the pool memory of one micro-batch. A second backward
+                pass of the same forward pass, for example a second call of a pullback,
+                raises an error. For CPUs only.
+            lasting_only: Whether to store long-lived residuals only. Short-lived
+                residuals are saved only while the function needs far less memory than
+                at its peak, as in the late layers of a convolutional network. They
+                then stay arrays of the program: XLA has memory to spare at that time,
+                and a step needs less memory in all. They keep the bits of their codec
+                and do not count towards the budget, and the pool cannot have a target.
+                Wrap the loss, and run it once per backward pass. A function has no
+                short-lived residuals if its results together are more than half as
+                large as its largest value; neither has a loop inside the function. A
+                differentiated loop around the function stacks them.
+            packer: Which processor packs residuals of GPU programs: `"gpu"`, `"cpu"` or
+                `"auto"`. `"cpu"` is for GPUs that share the host's memory, as on a
+                Jetson: the CPU packs codes that the GPU has quantized, while the GPU
+                goes on.
+                `"auto"` tries both on such GPUs and takes the one with shorter
+                executions; on other GPUs the GPU packs.
+            name: The name that compiled programs use to find the pool; by default it
+                counts the pools in the order of their creation.
 
         Raises:
             TypeError: An argument has a wrong type.
@@ -151,16 +155,16 @@ class PagePool(AbstractStore):
 
     @property
     def name(self) -> str:
-        """What compiled programs find the pool by."""
+        """The name that compiled programs use to find the pool."""
         return self._name
 
     @property
     def budget(self) -> int | None:
-        """Bytes that the pool takes at most; None for as many as the system has.
+        """The most bytes that the pool takes; None for no limit.
 
-        May be set at any time, also as text. It holds from the next execution on that
-        puts anything: residuals then lose planes until they fit, and pages go back to
-        the system. Nothing is compiled anew.
+        May be set at any time, also as text. A new budget holds from the next execution
+        that stores a residual: residuals then lose planes until they fit, and pages go
+        back to the system. Nothing is recompiled.
         """
         return None if self._pool.budget == UNLIMITED else self._pool.budget
 
@@ -170,12 +174,13 @@ class PagePool(AbstractStore):
 
     @property
     def target(self) -> Target | None:
-        """What bits are allocated for; None for nothing: residuals have their codecs'.
+        """The target of the bit allocation; None to keep the bits of the codecs.
 
-        May be set at any time, and holds from the next execution on that puts anything.
-        Only programs that were traced while there was a target measure what allocation
-        needs to know: `dafjax.remat_compress(bits=dafjax.AverageBits(...))` sets it.
-        Always None with `lasting_only`.
+        May be set at any time; it holds from the next execution that stores a residual.
+        Allocation needs sensitivities, and only programs that are traced while the pool
+        has a target or a budget measure them. The target is set by
+        `dafjax.remat_compress(bits=dafjax.AverageBits(...))`, too. Always None with
+        `lasting_only`.
         """
         return self._target
 
@@ -216,12 +221,12 @@ class PagePool(AbstractStore):
         return self
 
     def measured_code(self, codec: AbstractCodec) -> Affine | None:
-        # Importances name what is evicted, too.
+        # Sensitivities also decide which residual loses planes.
         matters = self._target is not None or self.budget is not None
         return codec.affine if matters and isinstance(codec, PooledAffine) else None
 
     def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> None:
-        # Found when the residual is put.
+        # The pool measures the ranges when the residual is stored.
         del codec, packed
 
     def note(
@@ -257,19 +262,19 @@ class PagePool(AbstractStore):
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Names of the residuals that traced programs put here."""
+        """The ids of the residuals that traced programs store in this pool."""
         return tuple(self._sites.values())
 
     def set_bits(self, sites: str, bits: int | None) -> None:
-        """Sets the bits of some sites' codes, from the next execution on.
+        """Sets the bits of some residuals' codes, from the next execution on.
 
         Args:
-            sites: A name of `sites`, or a pattern for some, as `"*/conv1/*"`.
-            bits: 1, 2, 4 or 8; None for what is allocated, or the codec's.
+            sites: A residual id from `sites`, or a pattern such as `"*/conv1/*"`.
+            bits: 1, 2, 4 or 8; None for the allocated bits, or else the codec's.
 
         Raises:
-            TypeError: `sites` is no text.
-            ValueError: `bits` is none of these, or no site has such a name.
+            TypeError: `sites` is not a string.
+            ValueError: `bits` has another value, or `sites` matches no residual.
         """
         if not isinstance(sites, str):
             raise TypeError(
@@ -297,22 +302,23 @@ class PagePool(AbstractStore):
             self._pool.set_bits(number, 0 if bits is None else int(bits))
 
     def collect(self) -> None:
-        """Frees residuals that are done with; gives memory back to the system.
+        """Frees residuals after their last use, and gives memory back to the system.
 
-        Done with are those that a backward pass has read as often as it does, and those
-        of executions that are over. Call it between steps, when the results are there
-        (`jax.block_until_ready`): nothing is left then. Residuals that have yet to be
-        read stay, as those of a pullback (`jax.vjp`) that has not been called, and so
-        does what a backward pass reads only in part, because `jax.jit` leaves out what
-        no result needs: until the execution is over.
+        Frees a residual if a backward pass has made all its reads of it, or if its
+        execution is over. Call it between steps, once the results are ready
+        (`jax.block_until_ready`). The pool is then empty, except for two kinds of
+        residuals, which stay until their execution is over: residuals not yet read,
+        for example of a pullback (`jax.vjp`) that has not been called; and residuals
+        that the backward pass reads only in part, because `jax.jit` drops computations
+        that no result needs.
 
-        Earlier calls are safe too: a step that still runs keeps what it has yet to
-        read. Only a backward pass that runs again, as by a second call of a pullback,
-        finds nothing after that, and says so: `StaleHandle` (from a program on a CPU, a
-        `jax.errors.JaxRuntimeError` that tells it). Call the pullback as often as
-        needed first.
+        Earlier calls are safe too: a running step keeps the residuals that it has yet
+        to read. Only a repeated backward pass, such as a second call of a pullback,
+        fails after `collect`, with `StaleHandle` (a program on a CPU raises a
+        `jax.errors.JaxRuntimeError` that says so). Call the pullback as often as needed
+        before.
 
-        On a GPU it waits until that has done what it was told.
+        On a GPU it waits until the GPU has finished its queued work.
 
         Raises:
             StaleHandle: A load on a GPU has found its residual gone since the pool was
@@ -321,7 +327,7 @@ class PagePool(AbstractStore):
         self._pool.collect()
 
     def stats(self) -> PoolStats:
-        """Returns a consistent snapshot, also while programs run."""
+        """Returns a consistent snapshot, even while programs run."""
         return pool_stats(self._pool.stats(), self._sites)
 
     def __enter__(self) -> Self:
@@ -333,15 +339,16 @@ class PagePool(AbstractStore):
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        # Nothing is in flight that the block waited for: all executions are over.
+        # The block has waited for its executions, so treat all executions as over.
         try:
             self._pool.collect_all()
         except StaleHandle:
-            # What the block raised says more.
+            # The error of the `with` block says more.
             if error is None:
                 raise
 
-    # A pool is its name: programs with equal ones are equal, and no two are in use.
+    # The name identifies a pool: compiled programs refer to it by name, and no two
+    # pools in use share a name.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PagePool) and other._name == self._name
 

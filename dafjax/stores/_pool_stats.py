@@ -1,4 +1,4 @@
-"""What a page pool tells of itself."""
+"""Statistics of a page pool."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,15 +8,16 @@ from typing import Any, final
 @final
 @dataclasses.dataclass(frozen=True)
 class SiteStats:
-    """What is known of one site: one residual of a program, over its executions.
+    """Statistics of one residual id: one residual of a program, over its executions.
 
     Attributes:
-        puts: How often it was put.
-        evictions: Planes that it lost to others after it was put.
-        max_bits: The most bits of a code that its last put asked for.
-        bits_put: Bits of a code in its last execution, as encoded: a mean.
-        bits_kept: Bits of a code that are left of that: a mean.
-        importance: How much the gradient suffers from its noise, or None if unknown.
+        puts: How often it was stored.
+        evictions: Bit planes that it lost to other residuals after it was stored.
+        max_bits: The most bits per code that its last put asked for.
+        bits_put: Mean bits per code, as encoded in its last execution.
+        bits_kept: Mean bits per code that are left of `bits_put`.
+        importance: Its sensitivity: the variance of the gradient that its rounding to
+            1 bit causes. None if unknown.
     """
 
     puts: int
@@ -32,39 +33,40 @@ class SiteStats:
 class PoolStats:
     """A consistent snapshot of a page pool.
 
-    Residuals are *live* until the execution that put them is over, then *reclaimable*.
+    Residuals are *live* until the execution that stored them is over, then
+    *reclaimable*.
 
     Attributes:
-        budget: Bytes that may be committed, or None if all that the system has.
-        nbytes: Bytes of codes and metadata that are held.
-        peak_nbytes: The most that were held at once.
-        total_nbytes: All that were ever put.
-        live_nbytes: Those of `nbytes` that are live.
-        entries: Residuals that are held.
-        peak_entries: The most that were held at once.
-        total_entries: All that were ever put.
-        live_entries: Those of `entries` that are live; also those being written.
-        reclaimable_entries: Those whose pages the next puts reuse.
-        committed_nbytes: Memory taken from the system.
-        peak_committed_nbytes: The most that was taken at once.
-        pages_used: Pages that hold anything.
-        pages_free: Pages that are committed and hold nothing.
+        budget: The most bytes that the pool may commit, or None for no limit.
+        nbytes: Bytes of codes and metadata in the pool.
+        peak_nbytes: Peak of `nbytes`.
+        total_nbytes: Bytes of all residuals ever stored.
+        live_nbytes: The live bytes among `nbytes`.
+        entries: Residuals in the pool.
+        peak_entries: Peak of `entries`.
+        total_entries: Number of all residuals ever stored.
+        live_entries: The live residuals among `entries`, and those being written.
+        reclaimable_entries: Residuals whose pages the next puts reuse.
+        committed_nbytes: Bytes of memory taken from the system.
+        peak_committed_nbytes: Peak of `committed_nbytes`.
+        pages_used: Pages that hold data.
+        pages_free: Committed pages that hold no data.
         page_nbytes: Bytes of a page.
-        growths: How often more was committed.
-        evictions: Planes that residuals lost after they were put.
+        growths: How often the pool committed more memory.
+        evictions: Bit planes that residuals lost after they were stored.
         reclaims: Residuals whose pages were reused or given back.
-        degraded_nbytes: Bytes of planes that were asked for and lost, or never written.
+        degraded_nbytes: Bytes of requested planes that were lost or never written.
         exhausted: Puts that failed.
-        refused_importances: Importances that were not finite, or negative.
-        refused_handles: Handles that named nothing in the pool.
-        executions: Executions that put anything.
-        expected_variance: The variance of the gradient that importances tell of for the
-            bits that hold; 0 as long as they are unknown.
+        refused_importances: Sensitivities that were negative or not finite.
+        refused_handles: Handles that matched no residual in the pool.
+        executions: Executions that stored at least one residual.
+        expected_variance: The variance of the gradient that the sensitivities predict
+            for the active bit allocation; 0 while the sensitivities are unknown.
         gradient_energy: The squared norm of the gradient, averaged over executions; 0
             if nothing measures it.
-        packer: Who packs for programs on a GPU, `"gpu"` or `"cpu"`; None where the pool
-            serves none.
-        sites: What is known of each site, by its name.
+        packer: Which processor packs residuals of GPU programs, `"gpu"` or `"cpu"`;
+            None if the pool serves no GPU program.
+        sites: Statistics of each residual, by residual id.
     """
 
     budget: int | None
@@ -97,18 +99,18 @@ class PoolStats:
 
     @property
     def utilization(self) -> float:
-        """Bytes that are held / bytes of the pages that hold them; 1 if none are."""
+        """`nbytes` over the bytes of the used pages; 1 if no page is used."""
         if self.pages_used == 0:
             return 1.0
         return self.nbytes / (self.pages_used * self.page_nbytes)
 
 
 def pool_stats(raw: Mapping[str, Any], names: Mapping[int, str]) -> PoolStats:
-    """Returns the compiled library's statistics in their public form.
+    """Converts the compiled library's statistics to their public form.
 
     Args:
         raw: The statistics.
-        names: Names of sites, by their hashes.
+        names: Residual ids, by their hashes.
     """
     same = (
         "pages_used", "pages_free", "page_nbytes", "growths", "evictions", "reclaims",
@@ -130,7 +132,8 @@ def pool_stats(raw: Mapping[str, Any], names: Mapping[int, str]) -> PoolStats:
         committed_nbytes=raw["committed"]["current"],
         peak_committed_nbytes=raw["committed"]["peak"],
         sites={
-            # A program that was exported by another process is not traced in this one.
+            # A program that another process exported is not traced in this process,
+            # so its residual ids are unknown here.
             names.get(number, f"site {number:016x}"): SiteStats(**facts)
             for number, facts in raw["sites"].items()
         },
@@ -138,5 +141,5 @@ def pool_stats(raw: Mapping[str, Any], names: Mapping[int, str]) -> PoolStats:
     )
 
 
-# What the compiled library has for no budget.
+# The compiled library's value for "no budget".
 UNLIMITED = 2**63 - 1

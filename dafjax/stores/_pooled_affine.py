@@ -1,4 +1,4 @@
-"""Affine codes in a page pool as a codec: what is packed is a handle."""
+"""Affine codes in a page pool, as a codec whose packed form is a handle."""
 
 import dataclasses
 import math
@@ -18,15 +18,16 @@ from dafjax.codecs._rows import from_rows, to_rows
 @final
 @dataclasses.dataclass(frozen=True)
 class PooledAffine(AbstractCodec):
-    """Puts an array into a page pool, as `affine` would encode it but for the bits.
+    """Encodes an array as `affine` does, but into a page pool that chooses the bits.
 
     Args:
-        affine: The code; its bits are those of a pool with no others set or allocated.
+        affine: The code. Its bits apply unless others are set or allocated in the pool.
         pool: Hash of the pool's name.
-        site: Hash of the name of what is put.
-        reads: How often a backward pass decodes it; 0 if that is unknown.
-        num_parts: Into how many parts of its rows it is divided at most. Each part is
-            an entry of its own, if each row is packed by itself and planes fill pages.
+        site: Hash of the residual id.
+        reads: How often one backward pass decodes the array; 0 if unknown.
+        num_parts: The most chunks of the batch axis. Each chunk is a separate pool
+            entry, provided that every row is packed separately and the planes of a
+            chunk fill pages.
     """
 
     affine: Affine
@@ -76,7 +77,7 @@ class PooledAffine(AbstractCodec):
         return from_rows(lax.reshape(unpacked, rows), like)
 
     def packed_nbytes(self, like: Like) -> int:
-        """Returns the bytes of handles; those in the pool are known at run time."""
+        """Returns the bytes of the handles; bytes in the pool depend on the run."""
         self.check(like)
         return 16 * self._parts_of(like)
 
@@ -95,9 +96,9 @@ class PooledAffine(AbstractCodec):
         return 1
 
 
-# Of what the pool may set or allocate.
+# The most bits that the pool may set or allocate.
 _MAX_BITS = 8
-# A page has one bit of each.
+# A page of 64 KiB holds one bit of this many elements.
 _NUM_ELEMENTS_OF_PAGE = 8 * 65536
 
 

@@ -1,4 +1,4 @@
-"""What stores have in common whose bits are part of the compiled program."""
+"""Base class of the stores whose bits are part of the compiled program."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from dafjax.stores._adaptive import Adaptive
 
 
 class AbstractStaticStore(AbstractStore):
-    """A store that keeps what codecs make, and leaves bits as they were planned."""
+    """A store that keeps packed residuals unchanged, with the planned bits."""
 
     @property
     def keeps_bits(self) -> bool:
