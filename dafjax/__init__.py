@@ -1,4 +1,4 @@
-"""Training with residuals in a few bits: `remat_compress`, like `jax.checkpoint`."""
+"""Trains with residuals in a few bits: `remat_compress`, like `jax.checkpoint`."""
 
 from dafjax import (
     allocation as allocation,

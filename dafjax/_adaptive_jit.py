@@ -1,4 +1,4 @@
-"""`adaptive_jit`: `jax.jit` for steps whose residuals get bits where they matter."""
+"""`adaptive_jit`: like `jax.jit`, with the bits of residuals chosen by measurement."""
 
 import dataclasses
 import functools
@@ -37,39 +37,42 @@ from dafjax.stores._adaptive import SiteFacts
 def adaptive_jit(
     fun: Callable[..., Any] | None = None, *, most_compiles: int = 8, **jit_options: Any
 ) -> Any:
-    """Compiles a step, and anew where other bits for its residuals are worth it.
+    """Compiles a step, and recompiles it when other bits of residuals are worth it.
 
-    Used like `jax.jit`, round a whole training step, for functions that are wrapped
+    Use it like `jax.jit`, on a whole training step. The step calls functions wrapped
     with `remat_compress(bits=dafjax.AverageBits(...))`, or `Budget` or `NoiseCeiling`,
-    in a store that has its bits in the compiled program: `dafjax.stores.Arrays()`, the
-    default, or `Host()`. (A `dafjax.stores.PagePool` changes bits by itself, and needs
-    only `jax.jit`.) The program measures how much the gradient suffers from the
-    rounding of each residual. Before calls 2, 8, 32, 128, ... what was measured since
-    the last time is read; if other bits would lower the variance of the gradient by
-    10 % (or keep a ceiling that is broken, or save 10 % of the bits below it), the step
-    is compiled with them. The first program has the same bits for all residuals, as
-    many as the target allows, and for a ceiling of noise the most.
+    and with a store whose bits are part of the compiled program:
+    `dafjax.stores.Arrays()`, the default, or `Host()`. (A `dafjax.stores.PagePool`
+    changes bits by itself, and needs only `jax.jit`.)
 
-    Functions that are wrapped with equal targets share what the target gives. Residuals
-    that enter gradients through an exponential have 8 bits, as always, within the
-    target; if the others then have less than 1 bit, the call raises a `ValueError`.
-    Other nonlinear uses have 2 bits at least, as far as the target allows. As with
-    `jax.jit`, other shapes are another program; each has bits of its own, within the
-    target. Where XLA divides a program, the bytes of a `Budget` are those of all
-    devices together; in a `jax.shard_map`, those of each. Bits are those of a compiled
-    program, so that the step is compiled also under `jax.disable_jit`.
+    The program measures how much the rounding of each residual disturbs the gradient.
+    Before calls 2, 8, 32, 128, ... `adaptive_jit` reads the measurements since the last
+    time. It recompiles the step with other bits if these lower the variance of the
+    gradient by 10 %. With a noise ceiling, it recompiles if other bits meet a ceiling
+    that the present ones do not, or meet it with 10 % fewer bits. The first program has
+    the same bits for all residuals, as many as the target allows; for a noise ceiling
+    it has the most.
+
+    Functions wrapped with equal targets share one target. Residuals that enter
+    gradients through an exponential have 8 bits, as always, and these count in the
+    target. If less than 1 bit is left for the others, the call raises a `ValueError`.
+    Other nonlinear uses have at least 2 bits, as far as the target allows. As with
+    `jax.jit`, arguments of other shapes make another program; each program has bits of
+    its own, within the target. If XLA partitions a program, the bytes of a `Budget` are
+    for all devices together; in a `jax.shard_map` they are for each device. The step is
+    compiled even under `jax.disable_jit`, because bits belong to a compiled program.
 
     Args:
-        fun: The step. It is traced twice before it is first compiled.
-        most_compiles: How many programs are made at most for arguments of the same
-            shapes; at least 1. What is measured after that changes nothing.
-        **jit_options: Those of `jax.jit`.
+        fun: The step. It is traced twice before its first compilation.
+        most_compiles: Maximum number of programs for arguments of the same shapes; at
+            least 1. Later measurements change nothing.
+        **jit_options: Options of `jax.jit`.
 
     Returns:
         An `AdaptiveJit`: a function with the signature of `fun`.
 
     Raises:
-        TypeError: `fun` is no function, or `most_compiles` no integer.
+        TypeError: `fun` is not a function, or `most_compiles` is not an integer.
         ValueError: `most_compiles` is less than 1.
 
     Example:
@@ -98,15 +101,15 @@ def adaptive_jit(
 
 
 def measure_variances(fun: Callable[..., Any], *args: Any) -> dict[str, float]:
-    """Runs a function once; tells the variance that each residual brings.
+    """Runs a function once, and measures the variance that each residual adds.
 
     Args:
-        fun: A function that differentiates one wrapped with bits that are allocated.
+        fun: A function that differentiates a function wrapped with a target for bits.
         *args: Its arguments.
 
     Returns:
-        For each residual by name the variance of the gradient that its rounding causes,
-        with the bits that it has in the first program.
+        By the name of each residual, the variance of the gradient that its rounding
+        causes, with the bits of the first program.
     """
     step = AdaptiveJit(fun, 1, {})
     jax.block_until_ready(step(*args))
@@ -115,7 +118,7 @@ def measure_variances(fun: Callable[..., Any], *args: Any) -> dict[str, float]:
 
 @final
 class AdaptiveJit:
-    """What `adaptive_jit` returns: a function, and what is known of its residuals."""
+    """The function that `adaptive_jit` returns, with facts about its residuals."""
 
     def __init__(
         self,
@@ -127,14 +130,14 @@ class AdaptiveJit:
         self._fun = fun
         self._most_compiles = most_compiles
         self._jit_options = dict(jit_options)
-        # In the order in which they are made, so that a program that is cached on disk
-        # has the same in another process.
+        # Numbered in order of creation, so that a program cached on disk has the same
+        # name in another process.
         self._name = f"adaptive {next(_NUMBERS)}"
-        # By structure, shapes, dtypes and static arguments.
+        # Keyed by structure, shapes, dtypes and static arguments.
         self._programs: dict[Any, _Program] = {}
         self._num_compiles = 1
         self._num_calls = 0
-        # A small result of the call before a reading.
+        # A small result of the last call before measurements are read.
         self._last: jax.Array | None = None
         self._lock = threading.RLock()
         self._jitted = self._make_jitted()
@@ -159,30 +162,30 @@ class AdaptiveJit:
         return self if instance is None else types.MethodType(self, instance)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces and lowers the step as it would run now, as `jax.jit`'s `lower`.
+        """Traces and lowers the step with its present bits, like `jax.jit`'s `lower`.
 
-        What is compiled from it keeps its bits.
+        A program compiled from it keeps these bits.
         """
         return self._jitted.lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces the step as it would run now, as `jax.jit`'s `trace`."""
+        """Traces the step with its present bits, like `jax.jit`'s `trace`."""
         return self._jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns shapes and dtypes of the results, as `jax.jit`'s `eval_shape`."""
+        """Returns shapes and dtypes of the results, like `jax.jit`'s `eval_shape`."""
         return self._jitted.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """Drops compiled programs, as `jax.jit`'s `clear_cache`; bits stay."""
+        """Drops compiled programs, like `jax.jit`'s `clear_cache`, but keeps bits."""
         self._jitted.clear_cache()
 
     @property
     def bits(self) -> dict[str, int]:
-        """Bits of each residual's codes, by its name; empty before a call.
+        """Bits of each residual's codes, by its name; empty before the first call.
 
-        Names are those of `dafjax.print_saved_residuals`, with some digits that tell
-        functions apart. With arguments of several shapes, all are there.
+        Names are as in `dafjax.print_saved_residuals`, with some digits that tell
+        functions apart. The residuals for all shapes of arguments are included.
         """
         return {
             program.facts[site].name: bits
@@ -192,14 +195,14 @@ class AdaptiveJit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all residuals whose bits are allocated, of the largest program."""
+        """Bytes of all residuals with allocated bits, in the largest program."""
         sizes = (nbytes(p.demands, p.bits) for p in self._programs.values())
         return max(sizes, default=0)
 
     def take_variances(self) -> dict[str, float]:
-        """Returns the variance that each residual brings, and forgets it.
+        """Returns the variance that each residual adds to the gradient, and resets it.
 
-        Of the gradient, as measured since the last time, by the residual's name.
+        The variances are measured since the last call, and keyed by residual name.
         """
         found: dict[str, float] = {}
         for program in self._programs.values():
@@ -211,7 +214,7 @@ class AdaptiveJit:
 
     @property
     def num_compiles(self) -> int:
-        """How many programs there have been for arguments of the same shapes."""
+        """Number of programs so far for arguments of the same shapes."""
         return self._num_compiles
 
     def __reduce__(self) -> NoReturn:
@@ -225,7 +228,7 @@ class AdaptiveJit:
         return f"<adaptive_jit of {self._fun!r}, {self._num_compiles} compiled>"
 
     def _make_jitted(self) -> Any:
-        # A function of its own, so that JAX finds no earlier trace.
+        # A new function each time, so that JAX finds no earlier trace.
         @functools.wraps(self._fun)
         def step(*args: Any, **kwargs: Any) -> Any:
             return self._trace(args, kwargs)
@@ -233,7 +236,7 @@ class AdaptiveJit:
         return jax.jit(step, **self._jit_options)
 
     def _trace(self, args: Any, kwargs: Any) -> Any:
-        """Runs the step on what stands for its arguments, with the bits of now."""
+        """Runs the step on traced arguments, with its present bits."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
         traced = [leaves[n] for n in places]
@@ -274,9 +277,9 @@ class AdaptiveJit:
         return _evaluate(found, traced)
 
     def _adapt(self) -> None:
-        """Reads what was measured; begins anew with other bits if they are worth it."""
+        """Reads measurements, and starts a new program if other bits are worth it."""
         last, self._last = self._last, None
-        # What has been donated since is there no more, and nothing to wait for.
+        # A result donated since then is deleted, so there is nothing to wait for.
         if last is not None and not last.is_deleted():
             last.block_until_ready()
         better = {key: p.better() for key, p in self._programs.items()}
@@ -302,14 +305,14 @@ class AdaptiveJit:
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Program:
-    """What is known of a step for arguments of some shapes.
+    """Facts about a step for arguments of given shapes.
 
     Attributes:
-        name: That of its ledger.
-        ledger: What its backward passes measure.
-        facts: Of each site, by the hash of its name.
-        demands: Likewise.
-        bits: Likewise, those that it has now.
+        name: Name of its ledger.
+        ledger: Accumulator of the measurements of its backward passes.
+        facts: Facts about each residual (site), by the hash of its name.
+        demands: Sizes and limits of each residual, by the same hash.
+        bits: Present bits of each residual, by the same hash.
     """
 
     name: str
@@ -320,7 +323,7 @@ class _Program:
 
     @classmethod
     def of(cls, name: str, found: "_Sites") -> "_Program":
-        """Returns what is known of a program that has been traced once."""
+        """Returns the facts about a program that has been traced once."""
         demands = {site: _demand(uses) for site, uses in found.items()}
         facts = {site: uses[0][0] for site, uses in found.items()}
         bits: BitsBySite = {}
@@ -329,7 +332,7 @@ class _Program:
         return cls(name, make_ledger(name, list(facts)), facts, demands, bits)
 
     def differing(self, found: "_Sites") -> list[str]:
-        """Returns names of sites of which a trace has not the bits of the program."""
+        """Returns names of residuals whose bits in a trace are not the program's."""
         names = {
             uses[0][0].name
             for site, uses in found.items()
@@ -351,7 +354,7 @@ class _Program:
             )
 
     def better(self) -> BitsBySite | None:
-        """Returns bits that are worth another program, given what was measured."""
+        """Returns bits that are worth another program, given the measurements."""
         taken = self.ledger.take()
         measured = Measured(taken["importances"], taken["gradient_energy"])
         changed: BitsBySite = {}
@@ -362,15 +365,15 @@ class _Program:
         return {**self.bits, **changed} if changed else None
 
 
-# By the hash of a site's name: each use of it, and how many are there at once.
+# By the hash of a residual's name: each use, and how many copies are live at once.
 _Sites = dict[int, list[tuple[SiteFacts, int]]]
 
 
 def _sites_of(closed: Any) -> _Sites:
-    """Returns the sites of a traced program whose bits are allocated."""
+    """Returns the residuals of a traced program whose bits are allocated."""
     found: _Sites = {}
     for eqn, times in count_live(closed, LEDGER_NOTE, _MAKES_CODES):
-        # Of examples that are mapped, each has its own.
+        # Under `vmap`, each example has copies of its own.
         examples = math.prod(eqn.invars[0].aval.shape[:-1])
         params = eqn.params
         for site, fact in zip(params["sites"], params["facts"], strict=True):
@@ -400,10 +403,10 @@ def _evaluate(found: Any, arguments: list[Any]) -> Any:
 
 
 def _is_reading(call: int) -> bool:
-    """Returns whether what was measured is read before a call: 2, 8, 32, 128, ...
+    """Returns whether measurements are read before a call: 2, 8, 32, 128, ...
 
-    Four times as many steps each time: importances change ever more slowly as a model
-    is trained, and a mean over more of them is more accurate.
+    The interval grows fourfold each time: importances change ever more slowly during
+    training, and a mean over more of them is more accurate.
     """
     return call >= 2 and call.bit_count() == 1 and call.bit_length() % 2 == 0
 

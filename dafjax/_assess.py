@@ -25,10 +25,10 @@ from dafjax._table import align
 from dafjax._targets import AverageBits
 
 
-# A gradient this much smaller than the whole is zero up to rounding.
+# A gradient whose norm is at most this fraction of the total is zero up to rounding.
 _ZERO = 1e-6
 
-# The gradient of an array with more noise than this is mostly noise.
+# A gradient with more relative noise than this is mostly noise.
 _NOISY = 1.2
 
 _MOST_RESIDUALS = 8
@@ -44,11 +44,11 @@ class ArrayNoise:
     All figures are relative to the norm of the exact gradient.
 
     Attributes:
-        noise: The norm of the error, root mean square over seeds.
-        bias: The norm of the mean error, estimated without the noise; 0 if the
+        noise: Norm of the error, root mean square over seeds.
+        bias: Norm of the mean error, by an estimate that excludes the noise; 0 if the
             estimate is negative.
-        bias_error: The standard error of that, in squares: `bias ** 2` is within two of
-            them with 95 % confidence.
+        bias_error: Standard error of `bias ** 2`: the estimate is within two standard
+            errors of the true value with 95 % confidence.
     """
 
     noise: float
@@ -59,14 +59,14 @@ class ArrayNoise:
 @final
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The figures at some bits.
+    """The figures for one setting of bits.
 
     Attributes:
-        bits: The option `bits` of `remat_compress`.
-        arrays: By the path of each parameter array that has a gradient.
+        bits: The argument `bits` of `remat_compress`.
+        arrays: Noise by the path of each parameter array that has a gradient.
         temp_nbytes: Temporary bytes of the compiled gradient.
-        seconds: Time of one gradient, median.
-        ratio: That time over the time of the plain gradient in the same round, median.
+        seconds: Median time of one gradient.
+        ratio: Median of that time over the plain gradient's in the same round.
     """
 
     bits: str
@@ -82,7 +82,7 @@ class Setting:
 
     @property
     def bias(self) -> tuple[float, float]:
-        """The bias over all arrays, root mean square, and its upper bound at 95 %."""
+        """Root mean square bias over all arrays, and its upper bound at 95 %."""
         squares = [a.bias**2 for a in self.arrays.values()] or [0.0]
         errors = [a.bias_error**2 for a in self.arrays.values()] or [0.0]
         mean, error = np.mean(squares), np.sqrt(np.sum(errors)) / len(errors)
@@ -94,12 +94,12 @@ class Setting:
 class NoisyResidual:
     """One residual, and its share of the noise at 2 bits.
 
-    That is the variance of the gradient, each parameter array over its squared norm. If
-    there are arrays that are noisy at the default, it is the variance of those alone.
+    The noise is the variance of the gradient, with each parameter array divided by its
+    squared norm. If some arrays are noisy at the default bits, only these count.
 
     Attributes:
         name: Its place in the model, and its primitive.
-        share: From 0 to 1.
+        share: Its share, from 0 to 1.
         source: The user's line that makes it.
     """
 
@@ -114,12 +114,12 @@ class Assessment:
     """The effect of compression on a gradient. Prints as two tables.
 
     Attributes:
-        settings: One for each number of bits.
+        settings: The figures for each setting of bits.
         plain_temp_nbytes: Temporary bytes of the plain gradient.
-        residuals: Those that bring most of the noise, the worst first.
-        noisy: The paths of arrays whose gradient is mostly noise at the default bits,
-            if these are among the settings: their noise is above 1.2.
-        num_examples: The examples that it was measured on, if not all.
+        residuals: The residuals that add most of the noise, the worst first.
+        noisy: Paths of arrays whose gradient is mostly noise (above 1.2) at the default
+            bits. Empty if the settings do not include these bits.
+        num_examples: Number of examples measured, if not all.
     """
 
     settings: tuple[Setting, ...]
@@ -173,24 +173,24 @@ def assess(
 ) -> Assessment:
     """Measures noise, bias, memory and time of a compressed gradient.
 
-    Runs the plain gradient and the compressed one a few times each, on this device. It
-    is worth a minute before a model is trained. The noise of a parameter array is the
-    norm of the error of its gradient over the norm of the exact gradient. A noise of 1
-    is mostly harmless, for the noise that a minibatch brings is larger, and averages
-    out over steps; a bias does not. Warns where arrays have more noise than that at the
-    default bits, and names the residuals that bring it.
+    Runs the plain and the compressed gradient a few times each, on this device. Spend
+    this minute before you train a model. The noise of a parameter array is the norm of
+    the error of its gradient over the norm of the exact gradient. A noise of 1 is
+    mostly harmless: the noise of a minibatch is larger, and noise averages out over
+    steps. A bias does not. The function warns if arrays have more noise than 1.2 at the
+    default bits, and names the residuals that add it.
 
     Args:
         loss: The loss, not wrapped: `loss(params, *batch)`, a scalar.
         params: The parameters, a pytree of arrays.
         *batch: The other arguments.
         bits: The settings to measure, each as `remat_compress` takes `bits`.
-        seeds: How many seeds of the rounding noise, at least 2.
+        seeds: Number of seeds of the rounding noise, at least 2.
         rounds: How often each gradient is timed.
         has_aux: Whether `loss` returns a pair, as in `jax.grad`.
-        memory: Bytes that the plain gradient may take, as `"4GiB"`. If it takes more,
-            a part of the examples is measured: of all arrays of `batch` that have as
-            many rows as the first. `None`: no limit.
+        memory: Maximum bytes of the plain gradient, for example `"4GiB"`. If it takes
+            more, fewer examples are measured: the first ones of each array of `batch`
+            that has as many rows as the first array. `None`: no limit.
         **options: Other options of `remat_compress`.
 
     Returns:
@@ -198,8 +198,8 @@ def assess(
 
     Raises:
         TypeError: An option has a wrong type.
-        ValueError: `seeds` is less than 2, `rounds` is less than 1, or no part of the
-            batch fits.
+        ValueError: `seeds` is less than 2, `rounds` is less than 1, or not even one
+            example fits.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
@@ -232,7 +232,7 @@ def assess(
     residuals = _noisiest(loss, weights, params, batch, has_aux, options)
     if noisy:
         worst = [f"{r.name} ({r.source})" for r in residuals[:3] if r.share > 0.1]
-        # Of a page pool and of `rematerialize` residuals are not told apart.
+        # With a page pool or `rematerialize` the noise of residuals is not separated.
         origin = f" Most noise comes from {', '.join(worst)}." if worst else ""
         warnings.warn(f"`assess`: {_describe_noisy(noisy)}{origin}", stacklevel=2)
     settings = tuple(
@@ -259,7 +259,7 @@ def array_noise(
 ) -> dict[str, ArrayNoise]:
     """Returns the effect of compression on each array of a gradient.
 
-    Arrays whose exact gradient is zero up to rounding are left out.
+    Leaves out arrays whose exact gradient is zero up to rounding.
 
     Args:
         exact: The exact gradient, by path.
@@ -278,7 +278,7 @@ def array_noise(
 
 
 def _noise_of(products: np.ndarray) -> ArrayNoise:
-    """Returns noise and bias, given the inner products of the errors of all seeds."""
+    """Returns noise and bias from the inner products of the errors of all seeds."""
     count = len(products)
 
     def squared_bias(chosen: np.ndarray) -> float:
@@ -288,7 +288,7 @@ def _noise_of(products: np.ndarray) -> ArrayNoise:
     bias = squared_bias(products)
     error = 0.0
     if count > 2:
-        # The jackknife: how much the estimate depends on each seed.
+        # Jackknife: recompute the estimate without each of the seeds.
         without = [
             squared_bias(np.delete(np.delete(products, s, 0), s, 1))
             for s in range(count)
@@ -308,7 +308,10 @@ def _fitting(
     has_aux: bool,
     memory: int | str | None,
 ) -> tuple[Any, tuple[Any, ...], int | None]:
-    """Compiles the plain gradient; returns it, its batch and the number of examples."""
+    """Returns the compiled plain gradient, its batch and the number of examples.
+
+    The number is `None` if these are all examples.
+    """
     limit = None if memory is None else parse_nbytes("assess(memory=...)", memory)
     rows = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), None)
     count = rows
@@ -352,7 +355,7 @@ def _compile(
 
 
 def _gradient(loss: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Returns the gradient by the first argument, auxiliary results left out."""
+    """Returns the gradient by the first argument, without auxiliary results."""
     gradient = jax.grad(loss, has_aux=has_aux)
     return (lambda *args: gradient(*args)[0]) if has_aux else gradient
 
@@ -371,7 +374,7 @@ def _describe_noisy(noisy: Sequence[str]) -> str:
 
 
 def _weights(exact: Mapping[str, np.ndarray], counted: Sequence[str]) -> list[float]:
-    """Returns a weight for each array: 1 over the norm if it counts, else 0."""
+    """Returns a weight for each array: 1 over its norm if it counts, else 0."""
     norms = {path: float(np.linalg.norm(g.ravel())) for path, g in exact.items()}
     return [1 / norms[path] if path in counted else 0.0 for path in exact]
 
@@ -384,13 +387,13 @@ def _noisiest(
     has_aux: bool,
     options: Mapping[str, Any],
 ) -> tuple[NoisyResidual, ...]:
-    """Returns the residuals that bring most of the noise at 2 bits.
+    """Returns the residuals that add most of the noise at 2 bits.
 
     Args:
-        loss: As for `assess`, and so are `params`, `batch`, `has_aux` and `options`.
-        weights: What the gradient of each parameter array is multiplied with.
+        loss: The loss, as for `assess`.
+        weights: Factors for the gradients of the parameter arrays.
         params: The parameters.
-        batch: The other arguments.
+        batch: The other arguments of the loss.
         has_aux: Whether `loss` returns a pair.
         options: Options of `remat_compress`.
     """
@@ -400,7 +403,7 @@ def _noisiest(
     def weighted(params: Any, *batch: Any) -> Any:
         leaves, structure = jax.tree.flatten(params)
         exact = map(jax.lax.stop_gradient, leaves)
-        # The value of the parameter, and its gradient times the weight.
+        # Keeps the value of each parameter, and multiplies its gradient by the weight.
         leaves = [
             e + (x - e) * jnp.asarray(weight, x.dtype)
             for x, e, weight in zip(leaves, exact, weights, strict=True)
@@ -437,7 +440,7 @@ def _leaves(gradient: Any) -> dict[str, np.ndarray]:
 def _time(
     plain: Any, compiled: Mapping[str, Any], arguments: tuple[Any, ...], rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Returns seconds and ratios to the plain gradient, round by round."""
+    """Returns the seconds of each round, and their ratios to the plain gradient's."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in compiled}
     for _ in range(rounds):
         reference = _seconds(plain, *arguments)

@@ -1,4 +1,4 @@
-"""How many bits a code has: by how a residual is read, and by name."""
+"""Chooses the bits of a code, by the use of a residual and by name."""
 
 import dataclasses
 import enum
@@ -13,7 +13,7 @@ from dafjax._numbers import shown
 
 CHOICES = (1, 2, 3, 4, 8)
 
-# Twice as many, or the next more that there are; 8 at most.
+# Twice as many, or the next larger choice; at most 8.
 TWICE = {1: 2, 2: 4, 3: 8, 4: 8, 8: 8}
 
 
@@ -31,30 +31,31 @@ def _check(name: str, bits: Any) -> None:
 
 @final
 class Use(enum.IntEnum):
-    """How what the backward pass computes depends on a residual in codes."""
+    """How results of the backward pass depend on a residual in codes."""
 
     LINEAR = 0
-    # By functions without poles or edges.
+    # Nonlinear, by functions without poles or edges.
     SMOOTH = 1
     NONLINEAR = 2
-    # An exponential, or the like, is taken of what comes of it.
+    # Through an exponential or a similar function.
     AMPLIFIED = 3
 
 
-# An error of one in the exponent is a factor of 2.7: nothing less will do.
+# An error of 1 in an exponent is a factor of 2.7, so fewer bits are not enough.
 _AMPLIFIED_BITS = 8
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Bits:
-    """How many bits the codes of residuals have.
+    """Bits of the codes of residuals.
 
-    What the gradient is linear in has no bias, however few the bits: rounding is right
-    on average. A residual that enters nonlinearly, as the input of a GELU, gives a bias
-    that grows with the square of the rounding error; it gets twice the bits, which
-    makes that 25 times smaller. Measured on a GPT-2 of 4 layers and width 256, trained
-    for 150 steps, of the norm of its gradient (48 seeds):
+    A residual that enters the gradient linearly causes no bias, however few its bits,
+    because rounding is right on average. A residual that enters nonlinearly, such as
+    the input of a GELU, causes a bias that grows with the square of the rounding error.
+    It gets twice the bits, which makes the bias 25 times smaller. The table shows bias
+    and error relative to the norm of the gradient, for a GPT-2 of 4 layers and width
+    256 that was trained for 150 steps (48 seeds):
 
     | bits | bias | error of one step | bytes |
     |---|---|---|---|
@@ -64,22 +65,23 @@ class Bits:
     | 2, nonlinear 8 | 0.007 | 0.56 | 3.5 MB |
     | 4, nonlinear 8 | 0.000 | 0.13 | 4.6 MB |
 
-    A residual that enters through an exponential, as queries and keys do where
-    attention is recomputed from them, has 8 bits, whatever is said here.
+    A residual that enters through an exponential always has 8 bits, whatever the values
+    here. Queries and keys are such residuals if attention is recomputed from them.
 
-    What is small beside the others, as between the factors of a low-rank adapter, gets
-    twice the bits, for a 32nd more in all at most (with `rematerialize` about that):
-    its noise counts as much as that of what is large. Not so what is named, nor where
-    bits are allocated, as in a `dafjax.stores.PagePool`.
+    Residuals that are small beside the others, such as those between the factors of a
+    low-rank adapter, get twice the bits, because their noise counts as much as the
+    noise of large ones. This adds at most 1/32 to the total (about that with
+    `rematerialize`). It does not apply to residuals that match `names`, nor where bits
+    are allocated, as in a `dafjax.stores.PagePool`.
 
     Attributes:
         linear: Bits of residuals that enter gradients linearly.
-        nonlinear: Bits of the others. `None`: twice as many, 8 at most.
-        names: Patterns of names (`*`, `?` and `[...]` as in file names) and the bits of
-            what they match, linear or not; the first that matches counts. A name is
-            one that `jax.ad_checkpoint.checkpoint_name` gave, the place in the model
-            as `dafjax.print_saved_residuals` prints it, or a part of that between
-            slashes. A mapping, kept as a tuple of pairs.
+        nonlinear: Bits of the others. `None`: twice as many, at most 8.
+        names: Patterns (`*`, `?` and `[...]` as in file names) and the bits of
+            residuals whose names match, linear or not; the first match counts. A name
+            comes from `jax.ad_checkpoint.checkpoint_name`, or is the place in the model
+            as `dafjax.print_saved_residuals` prints it, or a part of that place between
+            slashes. A mapping, stored as a tuple of pairs.
 
     Raises:
         TypeError: An attribute has a wrong type.
@@ -119,7 +121,7 @@ class Bits:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns of names."""
+        """The patterns in `names`."""
         return tuple(pattern for pattern, _ in self._pairs)
 
     @property
@@ -128,7 +130,7 @@ class Bits:
         return self.names
 
     def has_named(self, names: Sequence[str]) -> bool:
-        """Returns whether one of some names has bits of its own."""
+        """Returns whether any of the given names matches a pattern."""
         return any(matches(pattern, names) for pattern in self.patterns)
 
     def of(self, names: Sequence[str], use: Use) -> int:
@@ -136,7 +138,7 @@ class Bits:
 
         Args:
             names: Its names.
-            use: How gradients depend on it.
+            use: How results of the backward pass depend on it.
         """
         for pattern, bits in self._pairs:
             if matches(pattern, names):
@@ -149,7 +151,7 @@ class Bits:
 
 AnyBits: TypeAlias = int | str | Mapping[str, int] | Bits
 
-# The names that `bits` takes in place of a number.
+# Presets: names that `bits` accepts in place of a number.
 PRESETS: Mapping[str, Bits] = {
     "safe": Bits(4, nonlinear=8),
     "balanced": Bits(2, nonlinear=4),
@@ -158,15 +160,16 @@ PRESETS: Mapping[str, Bits] = {
 
 
 def as_bits(bits: Any, name: str) -> Bits:
-    """Returns what a user gave as `bits`.
+    """Returns the user's argument `bits` as `Bits`.
 
     Args:
-        bits: A number, the name of a preset, patterns of names, or `Bits`.
-        name: What the error calls it.
+        bits: A number, the name of a preset, a mapping from patterns to bits, or
+            `Bits`.
+        name: Name of the argument in errors.
 
     Raises:
-        TypeError: It is none of these.
-        ValueError: A number or a name is not one of those there are.
+        TypeError: `bits` is none of these.
+        ValueError: The number or preset does not exist.
     """
     if isinstance(bits, Bits):
         return bits
@@ -193,5 +196,5 @@ def as_bits(bits: Any, name: str) -> Bits:
 
 
 def matches(pattern: str, names: Sequence[str]) -> bool:
-    """Returns whether a pattern matches one of some names."""
+    """Returns whether a pattern matches any of the given names."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)

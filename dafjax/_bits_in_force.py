@@ -1,4 +1,4 @@
-"""Which bits a program that is being traced has, where they are allocated for it."""
+"""Passes the active bit allocation to functions while they are traced."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -11,14 +11,14 @@ import jax
 class BitsInForce:
     """Bits of the residuals of one traced program.
 
-    Each is a value of its own, equal to no other. It is part of the keys of JAX's
-    caches, so that what is traced with it is never found without it: other bits mean
-    another trace, also of functions that `jax.jit` wraps inside.
+    Each instance is equal only to itself, and is part of the keys of JAX's caches. So a
+    trace made with it is never reused without it: other bits mean another trace, even
+    of inner functions that `jax.jit` wraps.
 
     Attributes:
         ledger: Hash of the name of the ledger that backward passes report to.
-        bits: By the hash of the site's name; a site that is not there has as many as
-            were planned.
+        bits: Bits by the hash of the residual's name. A missing residual has its
+            planned bits.
     """
 
     def __init__(self, ledger: int, bits: Mapping[int, int]) -> None:
@@ -26,21 +26,21 @@ class BitsInForce:
         self.bits = bits
 
 
-# For programs that are looked at and never run: there is no such ledger.
+# For programs that are inspected and never run; this ledger does not exist.
 AS_PLANNED = BitsInForce(0, {})
 
 
 @contextlib.contextmanager
 def putting_in_force(bits: BitsInForce) -> Iterator[None]:
-    """Lets functions that are traced meanwhile have these bits."""
+    """Gives these bits to functions that are traced inside the context."""
     with _IN_FORCE(bits):
         yield
 
 
-# Unlike a `contextvars.ContextVar`, JAX's caches know of it.
+# Unlike a `contextvars.ContextVar`, it is part of the keys of JAX's caches.
 _IN_FORCE: Any = jax.make_user_context(None)
 
 
 def bits_in_force() -> BitsInForce | None:
-    """Returns the bits of the program that is being traced, if any are allocated."""
+    """Returns the bits allocated for the program being traced, if any."""
     return _IN_FORCE.value

@@ -1,4 +1,4 @@
-"""The derivative rule of a traced function: a plan, run forward and backward."""
+"""Gives a traced function a derivative rule: a plan, run forward and backward."""
 
 import contextlib
 import contextvars
@@ -52,13 +52,14 @@ def with_compressed_residuals(
 
     Args:
         closed: The function.
-        options: What `remat_compress` was told.
-        activations: The arguments that nothing keeps alive for the backward pass.
-        slices: The arguments that are slices of what a loop runs over.
-        iterations: If the function is the body of a loop or a branch in a wrapped
-            function, how often it runs.
+        options: The options of `remat_compress`.
+        activations: Positions of arguments that nothing keeps alive for the backward
+            pass.
+        slices: Positions of arguments that are slices of the arrays a loop runs over.
+        iterations: How often the function runs, if it is the body of a loop or a branch
+            in a wrapped function.
         perturbed: For every argument of a body, whether it is perturbed in any
-            iteration. The rule is the same for all of them.
+            iteration. All iterations use the same rule.
     """
     if perturbed is None:
         perturbed = (False,) * len(closed.in_avals)
@@ -76,8 +77,9 @@ def with_compressed_residuals(
         return _with_stopped_results(function, closed)
     segments, results = cut(closed, activations)
     moving = perturbed_values(closed, perturbed)
-    # What is kept of those that are not run again waits together, and shares what it
-    # may cost. The loops of a segment count in its own plan.
+    # Segments that are not recomputed store their residuals at the same time, so they
+    # share the allowance for more bits of small residuals. The loops of a segment count
+    # in its own plan.
     num_waiting = max(1, sum(not segment.runs_again for segment in segments))
     of_loops = sum(segment.nbits_of_loops for segment in segments)
     functions = []
@@ -107,10 +109,10 @@ def with_compressed_residuals(
 def _with_stopped_results(
     function: Callable[..., list[Any]], closed: ClosedJaxpr
 ) -> Callable[..., list[Any]]:
-    """Returns a function whose results have no tangent where the program's have none.
+    """Returns the function without tangents for results that have none in the program.
 
-    JAX gives a tangent to each result of a function with a derivative rule. Then it
-    fails at a callback that reads it.
+    JAX gives a tangent to each result of a function with a derivative rule, and then
+    fails at a callback that reads the result.
     """
     stopped = stopped_outputs(closed)
     if not any(stopped):
@@ -135,7 +137,7 @@ def _with_rule(
     runs_again: bool,
     nbits_beside: int,
 ) -> Callable[..., list[Any]]:
-    """Returns the function as one with a derivative rule of its own."""
+    """Returns the function with its own derivative rule."""
     evaluate = as_function(closed)
     differentiable = tuple(map(is_differentiable, closed.out_avals))
 
@@ -149,11 +151,11 @@ def _with_rule(
             source = _with_wrapped_bodies(
                 closed, options, activations, perturbed, iterations or 1
             )
-            # The seed is an argument too.
+            # The seed becomes the first argument.
             perturbed, shift = (False, *perturbed), 1
         numbers = tuple(number + shift for number in activations)
-        # Wrapped functions inside this one are traced here. The outermost decides:
-        # their residuals are part of this plan.
+        # Inner wrapped functions are traced here. The outermost decides, so their
+        # residuals are part of this plan.
         with _absorbing():
             program = differentiate(source, perturbed)
             program = finish_early(look_up_first(program))
@@ -168,7 +170,7 @@ def _with_rule(
             nbits_beside=nbits_beside,
         )
         plan = dataclasses.replace(plan, slices=frozenset(n + shift for n in slices))
-        # What waits of a body waits while other iterations run.
+        # Residuals of a body are never short-lived: other iterations run meanwhile.
         if iterations is None and not options.store.takes_brief:
             plan = dataclasses.replace(plan, brief=find_brief(plan))
         if plan.compresses or options.policy.is_binding:
@@ -176,7 +178,8 @@ def _with_rule(
                 return RerunRule(plan, program, options, numbers)
             return ScheduledRule(plan, options)
         if recorded:
-            # What `PlainRule` keeps is hidden in JAX's pullback: list its equal.
+            # The residuals of `PlainRule` are hidden in JAX's pullback, so this lists
+            # an equivalent plan.
             plan = make_plan(program, policy=SaveAll(), bits=options.bits)
             return ScheduledRule(plan, options)
         return PlainRule(perturbed, differentiable, as_function(source))
@@ -186,8 +189,8 @@ def _with_rule(
         del seed
         return mark_as_wrapped(evaluate(*arguments))
 
-    # `jax.disable_jit` is for the user's function, which has been traced under it.
-    # dafjax needs calls: it names its own operations by them, and compiles its passes.
+    # `jax.disable_jit` concerns the user's function, which is traced already. dafjax
+    # needs jitted calls to name its operations and to compile its passes.
     @jax.disable_jit(False)
     def forward(seed: Any, *arguments: Any) -> tuple[list[Any], Any]:
         perturbed = tuple(
@@ -197,13 +200,13 @@ def _with_rule(
         rule = derivative(
             perturbed,
             current_recorder() is not None,
-            # A body belongs to the function that wrapped it.
+            # A body belongs to the function that wraps it, so it keeps its rule.
             iterations is None and _ABSORBED.get(),
         )
         operands = [_primal(argument) for argument in arguments]
         seed = jnp.asarray(_primal(seed))
         if iterations is None:
-            # A body has the seed of the function that wrapped it.
+            # Not for a body, which gets the seed of the function that wraps it.
             seed = freshen(seed, list(itertools.compress(operands, perturbed)))
         if len(rule.perturbed) > len(perturbed):
             operands.insert(0, seed)
@@ -238,7 +241,10 @@ def _with_wrapped_bodies(
     perturbed: tuple[bool, ...],
     iterations: int,
 ) -> ClosedJaxpr:
-    """Returns a program of the seed and the arguments whose bodies have rules."""
+    """Returns the program with derivative rules for its loop bodies and branches.
+
+    Its first argument is the seed.
+    """
 
     def run(seed: jax.Array, *arguments: Any) -> list[Any]:
         def wrap(body: Body) -> Callable[..., list[Any]]:
@@ -258,7 +264,7 @@ def _with_wrapped_bodies(
     return trace_like(run, jax.ShapeDtypeStruct((), jnp.uint32), *closed.in_avals)
 
 
-# Whether wrapped functions are being traced as parts of another one.
+# True while wrapped functions are traced as parts of another wrapped function.
 _ABSORBED: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "absorbed", default=False
 )
@@ -286,7 +292,7 @@ class _Carried:
 def _is_perturbed(argument: Any) -> bool:
     if isinstance(argument, CustomVJPPrimal):
         return argument.perturbed and is_differentiable(jax.typeof(argument.value))
-    # Some transformations of JAX hand over the bare value and tell nothing.
+    # Some transformations of JAX pass the bare value without that information.
     return is_differentiable(jax.typeof(argument))
 
 

@@ -1,4 +1,4 @@
-"""What a training step will need of memory: plain, `jax.checkpoint`, dafjax."""
+"""Estimates the memory of a training step: plain, `jax.checkpoint`, dafjax."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from dafjax._table import align
 Method: TypeAlias = Literal["plain", "checkpoint", "dafjax"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
-# What a wrapped function is under each method, if not what `remat_compress` made of it.
+# The transformation that replaces `remat_compress` under a method, if any.
 _TRANSFORMS: Mapping[Method, Callable[..., Any]] = {
     "plain": lambda fun: fun,
     "checkpoint": jax.checkpoint,
@@ -29,13 +29,13 @@ _LABELS: Mapping[Method, str] = {
 @final
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """Bytes that one compiled step needs, on each device that it runs on.
+    """Bytes that one compiled step needs per device.
 
     Attributes:
-        temp_nbytes: Of its temporary arrays, residuals among them.
-        argument_nbytes: Of its arguments: parameters, optimizer state, data.
-        output_nbytes: Of its results.
-        donated_nbytes: Of the results that take the place of donated arguments.
+        temp_nbytes: Bytes of temporary arrays, including residuals.
+        argument_nbytes: Bytes of arguments: parameters, optimizer state, data.
+        output_nbytes: Bytes of results.
+        donated_nbytes: Bytes of results that reuse donated arguments.
     """
 
     temp_nbytes: int
@@ -45,7 +45,7 @@ class StepMemory:
 
     @property
     def total_nbytes(self) -> int:
-        """Bytes while the step runs; what is donated counts once."""
+        """Bytes while the step runs; donated arguments count once."""
         new_nbytes = self.output_nbytes - self.donated_nbytes
         return self.argument_nbytes + new_nbytes + self.temp_nbytes
 
@@ -53,12 +53,12 @@ class StepMemory:
 @final
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one step needs of memory, by method. Prints as a table.
+    """Memory of one step, by method. Prints as a table.
 
     Attributes:
-        plain: With the functions themselves in place of the wrapped ones.
-        checkpoint: With `jax.checkpoint` of the functions in their place.
-        dafjax: As it is.
+        plain: Memory with the original functions in place of the wrapped ones.
+        checkpoint: Memory with `jax.checkpoint` of the original functions.
+        dafjax: Memory of the step as it is.
     """
 
     plain: StepMemory
@@ -67,12 +67,12 @@ class Estimate:
 
     @property
     def checkpoint_ratio(self) -> float:
-        """Temporary bytes under `jax.checkpoint` over the plain ones."""
+        """Temporary bytes under `jax.checkpoint`, over the plain step's."""
         return self._ratio(self.checkpoint)
 
     @property
     def dafjax_ratio(self) -> float:
-        """Temporary bytes under dafjax over the plain ones."""
+        """Temporary bytes under dafjax, over the plain step's."""
         return self._ratio(self.dafjax)
 
     def _ratio(self, memory: StepMemory) -> float:
@@ -102,33 +102,32 @@ def estimate(
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Estimate:
-    """Compiles a training step three ways and tells the memory of each. Runs nothing.
+    """Compiles a training step three ways and returns its memory. Runs nothing.
 
-    The three are the same step, except that each function that `remat_compress` made
-    and the step calls, at whatever depth, is replaced by the function that was wrapped,
-    by `jax.checkpoint` of that, or by nothing. (Of wrapped functions inside wrapped
-    ones dafjax heeds the outermost; `jax.checkpoint` is put round all of them.) Where a
-    whole loss is wrapped, `jax.checkpoint` saves nothing: to see it at its best, wrap
-    blocks.
+    The three programs are the same step with different wrapped functions, at whatever
+    depth the step calls them: the original functions, `jax.checkpoint` of them, and
+    `remat_compress` as given. (For nested wrapped functions dafjax uses only the
+    outermost wrapper; `jax.checkpoint` is put around all of them.) If a whole loss is
+    wrapped, `jax.checkpoint` saves no memory: to see it at its best, wrap blocks.
 
-    Figures are XLA's, for the device that the step would run on. What the process has
-    beside the step, XLA cannot know.
+    Figures come from XLA, for the device on which the step would run. They exclude the
+    memory of the process outside of the step.
 
     Args:
         step: The whole step, differentiation included. A function made by `jax.jit` is
-            compiled as it is, with its donated and its static arguments; another is
-            given to `jax.jit`.
+            compiled as it is, with its donated and static arguments; any other function
+            is passed to `jax.jit`.
         *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
         compiler_options: Options for XLA, as in `jax.jit(compiler_options=...)`.
             `{"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}` is one.
         **kwargs: Its keyword arguments.
 
     Returns:
-        The bytes of each.
+        The memory of the step by method.
 
     Raises:
         TypeError: `step` is not a function.
-        ValueError: `step` calls no function that `remat_compress` made.
+        ValueError: `step` calls no function wrapped by `remat_compress`.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
@@ -152,7 +151,7 @@ def estimate(
 
 
 def measure(lowered: Any, compiler_options: Mapping[str, Any] | None) -> StepMemory:
-    """Compiles what `lower` returned; tells what the compiled program needs."""
+    """Compiles the result of `lower`, and returns the memory of the program."""
     options = None if compiler_options is None else dict(compiler_options)
     memory = lowered.compile(compiler_options=options).memory_analysis()
     return StepMemory(
@@ -170,10 +169,10 @@ def lower(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Traces a step under one method.
+    """Lowers a step under one method.
 
     Raises:
-        ValueError: The method replaces wrapped functions, and the step calls none.
+        ValueError: The method replaces wrapped functions, but the step calls none.
     """
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     transform = _TRANSFORMS.get(method)
@@ -191,7 +190,7 @@ def lower(
 
 
 def check_step(caller: str, step: Any) -> None:
-    """Raises a `TypeError` if a step is no function."""
+    """Raises a `TypeError` if a step is not a function."""
     if not callable(step):
         raise TypeError(
             f"`{caller}(step, ...)` must be given a function, but got `{step!r}`. Pass "

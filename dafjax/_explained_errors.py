@@ -1,4 +1,4 @@
-"""Errors of JAX that tell whose they are here, and what to do."""
+"""Extends errors of JAX with their cause in dafjax and a remedy."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,10 +9,10 @@ import jax
 
 @contextlib.contextmanager
 def explained_concretization(traced_for: str) -> Iterator[None]:
-    """Lets errors about traced arguments that Python needs tell what to do.
+    """Adds a remedy to errors about traced arguments that Python needs as values.
 
     Args:
-        traced_for: What the function is traced for, as errors call it.
+        traced_for: Purpose of the trace, as JAX's errors name it.
     """
     try:
         yield
@@ -20,7 +20,7 @@ def explained_concretization(traced_for: str) -> Iterator[None]:
         jax.errors.ConcretizationTypeError,
         jax.errors.TracerIntegerConversionError,
     ) as error:
-        # Not of a function inside or outside, and once where wraps are nested.
+        # Only for this function, not an inner or outer one; once if wraps are nested.
         if f" for {traced_for}." in str(error):
             _explain(
                 error,
@@ -32,9 +32,10 @@ def explained_concretization(traced_for: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained_forward_mode(fun: Callable[..., Any]) -> Iterator[None]:
-    """Lets JAX's error about forward mode name the function and tell what to do.
+    """Adds the name of the function and a remedy to JAX's error about forward mode.
 
-    Where the derivative is compiled, and of `jax.linearize`, it is raised elsewhere.
+    It misses errors of compiled derivatives and of `jax.linearize`, which are raised
+    elsewhere.
     """
     try:
         yield

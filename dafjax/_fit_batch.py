@@ -1,4 +1,4 @@
-"""The largest batch whose training step stays under a limit of memory."""
+"""Finds the largest batch whose training step stays under a memory limit."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,14 +19,14 @@ from dafjax._numbers import as_count, shown
 @final
 @dataclasses.dataclass(frozen=True)
 class FittedBatch:
-    """The largest batch that was found to fit.
+    """The largest batch found to fit.
 
     Attributes:
         batch: Its size.
-        memory: What the step needs with it.
-        limit_nbytes: What it was allowed.
-        method: What wrapped functions are.
-        tried: All batches compiled, smallest first, with the bytes that they need.
+        memory: Memory of the step with this batch.
+        limit_nbytes: The limit in bytes.
+        method: How wrapped functions are compiled, see `fit_batch`.
+        tried: All compiled batch sizes, smallest first, with the bytes that each needs.
     """
 
     batch: int
@@ -54,35 +54,37 @@ def fit_batch(
 ) -> FittedBatch:
     """Finds the largest batch whose training step fits into memory. Runs nothing.
 
-    What counts is what the step holds while it runs: arguments, temporary arrays, and
-    results that do not take the place of donated arguments
-    (`StepMemory.total_nbytes`). Leave room for the rest of the process.
+    The limit covers the memory that the step holds while it runs: arguments, temporary
+    arrays, and results that do not reuse donated arguments (`StepMemory.total_nbytes`).
+    Leave room for the rest of the process.
 
-    The batch that is returned has been compiled and fits; the next multiple has been
-    compiled and does not, unless it exceeds `max_batch`. Bytes grow nearly in
-    proportion to the batch, so that mostly four to seven programs are compiled, never
-    more than `6 * log2(max_batch / multiple_of) + 2`. Where they do not grow steadily,
-    a larger batch may fit as well.
+    The returned batch has been compiled and fits. The next multiple has been compiled
+    and does not fit, unless it exceeds `max_batch`. Memory is nearly linear in the
+    batch, so the search mostly compiles four to seven programs, and never more than
+    `6 * log2(max_batch / multiple_of) + 2`. If memory does not grow steadily, a larger
+    batch may fit as well.
 
     Args:
         step: The whole step, differentiation included; as for `dafjax.estimate`.
-        args_of_batch: Gives the arguments of the step for a batch size, as a tuple.
-            Best as `jax.ShapeDtypeStruct`s: it is called with sizes that do not fit.
-        limit: The limit for each device: bytes, or text as `"512MiB"`, `"2GiB"`,
+        args_of_batch: Function from a batch size to the arguments of the step, as a
+            tuple. `jax.ShapeDtypeStruct`s are best, since it is also called with sizes
+            that do not fit.
+        limit: The limit per device: bytes, or text such as `"512MiB"`, `"2GiB"` or
             `"1.5GB"`.
-        method: What the functions are that `remat_compress` made: `"dafjax"` for what
-            they are, `"plain"`, or `"checkpoint"` for `jax.checkpoint`.
+        method: How to compile functions wrapped by `remat_compress`: `"dafjax"` as they
+            are, `"plain"` without the wrapper, or `"checkpoint"` with `jax.checkpoint`
+            in its place.
         multiple_of: Only multiples of this are tried.
         max_batch: No larger batch is tried; at most 2**31 - 1.
         compiler_options: Options for XLA, as in `jax.jit(compiler_options=...)`.
 
     Returns:
-        The batch, and what the step needs with it.
+        The batch, and the memory of the step with it.
 
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: An argument has a value outside its set, `step` calls no function
-            that `remat_compress` made, or the smallest batch does not fit.
+            wrapped by `remat_compress`, or the smallest batch does not fit.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
@@ -105,7 +107,7 @@ def fit_batch(
     multiple_of = _checked_batch("multiple_of", multiple_of, 1)
     max_batch = _checked_batch("max_batch", max_batch, multiple_of)
     limit_nbytes = parse_nbytes("fit_batch(limit=...)", limit)
-    # Raises an error if nothing is wrapped, whatever the method.
+    # Raises an error if nothing is wrapped, also for `method="dafjax"`.
     lower("fit_batch", "plain", step, _arguments(args_of_batch, multiple_of), {})
     memories: dict[int, StepMemory] = {}
 
@@ -133,11 +135,11 @@ def fit_batch(
 def largest_that_fits(
     nbytes_of: Callable[[int], int], limit_nbytes: int, most: int
 ) -> int:
-    """Returns a count that fits, where the next does not or is more than `most`.
+    """Returns a count that fits, while the next does not or is more than `most`.
 
     Args:
-        nbytes_of: What a count needs; costly, and nearly linear.
-        limit_nbytes: What is allowed.
+        nbytes_of: Function from a count to its bytes; costly, and nearly linear.
+        limit_nbytes: The limit in bytes.
         most: The largest count.
 
     Returns:
@@ -158,9 +160,10 @@ def largest_that_fits(
         guess = _next_guess(known, low, high, limit_nbytes)
 
 
-# Two points lie far enough apart to tell the bytes of a batch from those of parameters.
+# The second count is this many times the first: far enough apart to separate the bytes
+# of the batch from the bytes of the parameters.
 _SECOND = 8
-# So many times farther a line through two points is trusted.
+# A line through two points is extrapolated at most to this multiple of the last count.
 _FARTHEST = 32
 
 
@@ -170,8 +173,8 @@ def _next_guess(
     if len(known) == 1:
         guess = _SECOND * low
     elif len(known) > 2 and len(known) % 3 == 2:
-        # Whatever the bytes do, every third time the range is halved, or reaches twice
-        # as far: so the search ends.
+        # Every third guess halves the range, or doubles the count if no upper bound is
+        # known. So the search ends, however the bytes grow.
         guess = (low + high) // 2 if high in known else 2 * low
     else:
         other = high if high in known else max(n for n in known if n < low)
@@ -217,7 +220,7 @@ def _checked_batch(name: str, batch: Any, least: int) -> int:
     return checked
 
 
-# Sizes of arrays beyond this are none that XLA's indices hold.
+# XLA's indices do not hold larger array sizes.
 _MOST_BATCH = 2**31 - 1
 
 

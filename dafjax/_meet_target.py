@@ -1,8 +1,8 @@
-"""Bits for a target, with the program compiled anew only where it is worth it.
+"""Chooses bits that meet a target, for programs that contain their bits.
 
-`dafjax.allocation` says which bits are best. Here is what that means for a program
-whose bits are part of it: what it begins with before anything has been measured, and
-when other bits are so much better that it is compiled once more.
+`dafjax.allocation` says which bits are best. This module chooses the first bits of a
+program, before anything is measured, and decides when other bits are enough better to
+recompile it.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from dafjax.allocation import (
 )
 
 
-# Other bits must be better by this much: what is measured varies from step to step.
+# Other bits must be better by this fraction, because measurements vary between steps.
 HYSTERESIS = 0.1
 
 _ALL = LADDER[-1]
@@ -31,13 +31,13 @@ _ALL = LADDER[-1]
 @final
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What is known of a site of a traced program.
+    """Size and limits of one residual (site) of a traced program.
 
     Attributes:
-        num_elements: Elements of all its residuals that are there at once.
-        parameters_nbytes: Bytes of the scales and minima of their blocks.
-        asked: The bits that it would have if none were allocated.
-        maximum: The most that it may have.
+        num_elements: Elements of all its copies that are live at once.
+        parameters_nbytes: Bytes of the scales and minima of their quantization groups.
+        asked: Its bits without allocation.
+        maximum: Its most bits.
     """
 
     num_elements: int
@@ -49,11 +49,11 @@ class Demand:
 @final
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What backward passes have measured, summed over the same passes.
+    """Measurements of backward passes; both are sums over the same passes.
 
     Attributes:
-        importances: By site, the variance of the gradient if these alone have 1 bit;
-            0 where it is unknown.
+        importances: By residual, the variance of the gradient if this residual alone
+            has 1 bit; 0 if unknown.
         gradient_energy: The squared norm of the gradient.
     """
 
@@ -61,13 +61,13 @@ class Measured:
     gradient_energy: float
 
 
-# Sites by the hashes of their names, in the order in which the program has them.
+# Keyed by the hash of the residual's name, in program order.
 Demands: TypeAlias = Mapping[int, Demand]
 BitsBySite: TypeAlias = dict[int, int]
 
 
 def nbytes(demands: Demands, bits: Mapping[int, int]) -> int:
-    """Returns the bytes of codes and of what their blocks need besides."""
+    """Returns the bytes of codes, scales and minima."""
     return sum(
         demand.num_elements * bits[site] // 8 + demand.parameters_nbytes
         for site, demand in demands.items()
@@ -75,15 +75,16 @@ def nbytes(demands: Demands, bits: Mapping[int, int]) -> int:
 
 
 def first_bits(target: Target, demands: Demands) -> BitsBySite:
-    """Returns bits for sites of which nothing has been measured: the same for all.
+    """Returns bits for residuals before any measurement: the same for all.
 
-    As many as the target allows; where some must have more, the others have what is
-    left. A ceiling of noise is kept from the start: it begins with the most bits.
+    They are as many as the target allows. Where some residuals must have more, the
+    others get the rest. A noise ceiling must hold from the start, so with one all
+    residuals begin with their most bits.
 
     Raises:
-        ValueError: Not even the fewest bits that there must be fit.
+        ValueError: Not even the minimum bits fit into the target.
     """
-    # As if all elements mattered alike.
+    # Assumes that all elements are equally important.
     sites = _sites(demands, {s: float(d.num_elements) for s, d in demands.items()})
     if isinstance(target, NoiseCeiling):
         return _by_site(demands, [site.maximum for site in sites])
@@ -109,15 +110,15 @@ def better_bits(
     """Returns bits that are worth another compilation, or None.
 
     With a budget, they must lower the expected variance of the gradient by
-    `HYSTERESIS`. With a ceiling of noise they must meet it where the present ones do
-    not, or take less room by `HYSTERESIS`; they aim below it by as much, so that they
-    still meet it when what is measured varies.
+    `HYSTERESIS`. With a noise ceiling, they must meet it where the present bits do not,
+    or take less memory by `HYSTERESIS`. They aim below the ceiling by as much, so that
+    they still meet it when measurements vary.
 
     Args:
-        target: What bits are allocated for.
-        demands: What is known of each site.
-        now: The bits that it has.
-        measured: What was measured of it.
+        target: The target of the allocation.
+        demands: Size and limits of each residual.
+        now: Its present bits.
+        measured: The measurements.
     """
     importances = _filled_in(demands, measured.importances)
     if importances is None:
@@ -140,7 +141,7 @@ def better_bits(
 
 
 def _budget(target: AverageBits | Budget, demands: Demands) -> int:
-    """Returns the bits that all codes may have, without what blocks need besides."""
+    """Returns the bits for all codes together, without scales and minima."""
     if isinstance(target, AverageBits):
         return int(target.bits * sum(d.num_elements for d in demands.values()))
     parameters = sum(demand.parameters_nbytes for demand in demands.values())
@@ -148,12 +149,12 @@ def _budget(target: AverageBits | Budget, demands: Demands) -> int:
 
 
 def _amount(target: Target, demands: Demands, bits: Sequence[int]) -> str:
-    """Returns what some bits come to, in the unit of a target."""
+    """Returns the total of an allocation as text, in the unit of the target."""
     by_site = _by_site(demands, bits)
     if isinstance(target, AverageBits):
         num_elements = sum(demand.num_elements for demand in demands.values())
         all_bits = sum(demands[site].num_elements * b for site, b in by_site.items())
-        # Rounded up, so that it is enough.
+        # Rounded up, so that a target of this value is enough.
         return f"{math.ceil(100 * all_bits / num_elements) / 100} bits on average"
     needed = nbytes(demands, by_site)
     return f"{needed} bytes ({readable(needed)})"
@@ -162,9 +163,9 @@ def _amount(target: Target, demands: Demands, bits: Sequence[int]) -> str:
 def _filled_in(
     demands: Demands, importances: Mapping[int, float]
 ) -> dict[int, float] | None:
-    """Returns an importance for each site; None if nothing is known of any.
+    """Returns an importance for each residual; None if all are unknown.
 
-    A site of which nothing is known counts as the mean one, element for element.
+    An unknown residual gets the mean importance per element.
     """
     known = {site: importances.get(site, 0.0) for site in demands}
     num_elements = sum(demands[site].num_elements for site, c in known.items() if c > 0)
@@ -178,7 +179,7 @@ def _filled_in(
 
 
 def _allocate(sites: Sequence[Site], budget: int) -> list[int]:
-    """Returns `allocate`'s bits; those that need all of them have them in any case."""
+    """Returns the bits of `allocate`, and 8 bits wherever 8 is the minimum."""
     taken = sum(_ALL * site.num_elements for site in sites if site.minimum == _ALL)
     others = [site for site in sites if site.minimum < _ALL]
     bits = iter(allocate(others, budget - taken))
@@ -198,11 +199,12 @@ def _sites(demands: Demands, importances: Mapping[int, float]) -> list[Site]:
 
 
 def _minimum(asked: int) -> int:
-    """Returns the fewest bits of a site, by those that are asked for; as the pool's.
+    """Returns the minimum bits of a residual from its bits without allocation.
 
-    A request for 8 is met: with fewer, what an exponential is taken of ruins the
-    gradient. Others have half: more is asked for where a residual enters nonlinearly,
-    and importances, which are of first order, say too little there.
+    The page pool has the same rule. A request for 8 bits is always met: with fewer, an
+    argument of an exponential ruins the gradient. Other residuals get at least half of
+    their request. Residuals that enter nonlinearly request more, and there importances,
+    which are first-order, say too little.
     """
     return _ALL if asked == _ALL else max(LADDER[0], asked // 2)
 

@@ -1,4 +1,4 @@
-"""`remat_compress`: used like `jax.checkpoint`, but residuals wait in a few bits."""
+"""`remat_compress`: used like `jax.checkpoint`, but stores residuals in a few bits."""
 
 import collections
 import dataclasses
@@ -56,62 +56,64 @@ def remat_compress(
     prevent_cse: bool | Sequence[bool] = True,
     concrete: bool = False,
 ) -> Callable[..., Any]:
-    """Makes a function keep what its backward pass needs in a few bits.
+    """Makes a function store the residuals of its backward pass in a few bits.
 
-    Used like `jax.checkpoint`, on one block or round a whole loss, as a call or as a
-    decorator, with its keywords. Where `jax.checkpoint` computes the forward pass
-    again, this keeps the outputs of expensive operations in codes of `bits` bits and
-    recomputes only what is cheap from them. Results are never quantized (they can
-    differ from the function's own by float rounding, where XLA fuses differently);
-    gradients have a small, by default unbiased, error. Without differentiation it is
-    the function itself.
+    Use it like `jax.checkpoint`, on one block or on a whole loss, as a call or as a
+    decorator, with the same keywords. `jax.checkpoint` computes the forward pass again.
+    This function stores the outputs of expensive operations in codes of `bits` bits
+    instead, and recomputes only values that follow cheaply from them. Results are never
+    quantized (they can differ from the results of `fun` by float rounding, where XLA
+    fuses differently). Gradients have a small error, by default unbiased. Without
+    differentiation the result is the function itself.
 
-    Where wrapped functions are nested, the outermost decides. Only inputs that are
-    differentiated cause residuals; arguments that the backward
-    pass needs are used as they are, never quantized.
+    If wrapped functions are nested, the outermost decides. Only inputs that are
+    differentiated cause residuals. Arguments that the backward pass needs are used as
+    they are, never quantized.
 
     Args:
         fun: The function. Its arguments and results are pytrees of arrays.
-        policy: What becomes of each residual. `None`:
-            `dafjax.policies.CompressExpensive()`. A policy of `jax.checkpoint`, as
-            `jax.checkpoint_policies.dots_saveable`, says which values are saved as they
-            are; `CompressExpensive()` decides about all others (see
+        policy: The rule that decides about each residual. `None`:
+            `dafjax.policies.CompressExpensive()`. A policy of `jax.checkpoint`, such as
+            `jax.checkpoint_policies.dots_saveable`, says which values are saved
+            exactly; `CompressExpensive()` decides about all others (see
             `dafjax.policies.SaveSaveable`).
-        bits: Bits of a code: 1, 2, 3, 4 or 8; residuals that enter gradients in a way
-            that is not linear get twice as many, and so do small ones beside large
-            ones. Or `"safe"` (4, 8), `"balanced"` (2,
-            4; the default) or `"tight"` (2, 2); or bits by name, as
-            `{"attention*": 4}`; or `dafjax.Bits(...)`, which explains them. Or what
-            bits are allocated for as the program runs, in a `dafjax.stores.PagePool`
-            or, in other stores, by `dafjax.adaptive_jit`: `dafjax.AverageBits(...)`,
-            `dafjax.Budget(...)`, `dafjax.NoiseCeiling(...)`.
-            `None` turns dafjax off: `fun` comes back as it is, gradients included.
-        store: Where packed residuals wait. `None`: `dafjax.stores.Arrays()`.
+        bits: Bits of a code: 1, 2, 3, 4 or 8. Residuals that enter gradients
+            nonlinearly get twice as many, and so do residuals that are small beside the
+            others. Alternatives are a preset: `"safe"` (4, 8), `"balanced"` (2, 4; the
+            default) or `"tight"` (2, 2); bits by name, such as `{"attention*": 4}`; or
+            `dafjax.Bits(...)`, which explains them. A target
+            (`dafjax.AverageBits(...)`, `dafjax.Budget(...)` or
+            `dafjax.NoiseCeiling(...)`) allocates bits while the program runs: in a
+            `dafjax.stores.PagePool` or, with other stores, by `dafjax.adaptive_jit`.
+            `None` turns dafjax off: `fun` is returned as it is, gradients included.
+        store: Where packed residuals are stored. `None`: `dafjax.stores.Arrays()`.
         static_argnums: Positions of arguments that are not arrays, hashable.
         static_argnames: Names of keyword arguments that are not arrays, hashable.
-        activation_argnums: Positions of arguments that nothing else keeps alive, as the
-            input of a block whose call is wrapped on its own. Where the backward pass
-            needs such an argument, it is decided about like a value made inside.
+        activation_argnums: Positions of arguments that nothing else keeps alive, such
+            as the input of a block that is wrapped on its own. If the backward pass
+            needs such an argument, the policy decides about it as about a value made
+            inside.
         rematerialize: Whether the forward pass runs twice, as with `jax.checkpoint`,
-            where that spares memory. The function is cut into segments between which
-            one value waits, as between the blocks of a transformer; these values are
-            kept in 8 bits. The backward pass runs segment after segment again, keeps
-            what it needs of it in codes of `bits`, and reads them at once. Of loops
-            the iterations are run again. What is computed again is off as the 8 bits
-            are: masks of rectifiers flip for values near 0. Segments with callbacks
-            that read or write (`io_callback`) run once. For stores of fixed bits.
-        max_parts: In how many parts of the examples a stretch of the backward pass runs
-            at most, where it can: then residuals, and what is made of them, are there
-            part by part. Each part calls every operation anew. `None`: 8 on CPUs, and
-            on GPUs 1, all examples at once, which takes as little memory there, for
-            residuals are unpacked in the kernels that read them; but 4 where some are
-            in a page pool. On GPUs there are four at most, of 8 MiB or more.
+            where that saves memory. The function is cut into segments at places that
+            one value crosses, as between the blocks of a transformer. These values are
+            stored in 8 bits. The backward pass recomputes one segment after another,
+            stores its residuals in codes of `bits`, and uses them at once. In loops
+            each iteration is recomputed. Recomputed values have the error of the 8
+            bits: ReLU masks flip for values near 0. Segments with callbacks that read
+            or write (`io_callback`) run once. Needs a store with fixed bits.
+        max_parts: Maximum number of batch chunks per stage of the backward pass. With n
+            chunks, unpacked residuals and the values computed from them exist for 1/n
+            of the batch at a time. Each chunk launches every operation again. `None`: 8
+            on CPUs; on GPUs 1, or 4 if some residuals are in a page pool. One chunk
+            takes as little memory on GPUs, because the kernels that read residuals
+            unpack them. GPUs use at most 4 chunks, of 8 MiB or more each.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
-            The noise also depends on the content of what is rounded, so that a constant
-            gives fresh noise in every step and a step can be repeated exactly.
-        prevent_cse: Of `jax.checkpoint`, where `False` leaves out barriers. It has no
-            effect: without its barriers, dafjax saves no memory.
-        concrete: Of `jax.checkpoint`, which takes `False` alone. It has no effect.
+            The noise also depends on the values that are rounded. So a constant seed
+            gives fresh noise in every step, and a step can be repeated exactly.
+        prevent_cse: Accepted as in `jax.checkpoint`, where `False` leaves out barriers.
+            It has no effect: without its barriers, dafjax saves no memory.
+        concrete: Accepted as in `jax.checkpoint`, which takes only `False`. It has no
+            effect.
 
     Returns:
         A function with the signature of `fun`.
@@ -119,8 +121,8 @@ def remat_compress(
     Raises:
         TypeError: An option or an argument of the function has a wrong type.
         ValueError: An option has a value outside its set.
-        NotImplementedError: `rematerialize` with a store, or `bits`, that change, or
-            with a policy of `jax.checkpoint`; or `concrete=True`.
+        NotImplementedError: `rematerialize=True` with a store or `bits` that change at
+            run time, or with a policy of `jax.checkpoint`; or `concrete=True`.
 
     Warns:
         UserWarning: A pattern of `bits` or `policy` matches no name in the function.
@@ -158,7 +160,7 @@ def remat_compress(
     checked_store = _checked_store(store)
     if isinstance(bits, (AverageBits, Budget, NoiseCeiling)):
         checked_store = checked_store.allocate_for(bits)
-        # They hold until others are allocated, and tell which uses need more.
+        # These bits hold until others are allocated, and tell which uses need more.
         bits = Bits()
     if rematerialize and not isinstance(checked_store, AbstractStaticStore):
         raise NotImplementedError(
@@ -228,7 +230,7 @@ def _wrap(
             with explained_forward_mode(fun):
                 results = traced.function(seed, *operands)
         else:
-            # Nothing is differentiated: the way round the derivative rule is shorter.
+            # Nothing is differentiated, and skipping the derivative rule is faster.
             results = traced.evaluate(*operands)
         return jax.tree.unflatten(traced.out_structure, results)
 
@@ -242,9 +244,9 @@ class _Traced:
 
     Attributes:
         function: `function(seed, *consts, *leaves)`, with a derivative rule.
-        evaluate: `evaluate(*consts, *leaves)`, without.
-        consts: What the function closes over.
-        out_structure: The structure of its result.
+        evaluate: `evaluate(*consts, *leaves)`, without one.
+        consts: Arrays that the function closes over.
+        out_structure: Tree structure of its result.
     """
 
     function: Callable[..., list[Any]]
@@ -257,9 +259,9 @@ class _Traced:
 class _TraceCache:
     """Traces of one function, by static arguments, structure, shapes and dtypes.
 
-    Like `jax.jit`, it takes the function to be pure: what the function closes over is
-    read once. A trace that closes over a traced value holds only while that value does,
-    so it is not kept.
+    Like `jax.jit`, it assumes that the function is pure, and reads closed-over values
+    once. A trace that closes over a traced value is valid only as long as that value,
+    so it is not cached.
     """
 
     _MAX_ENTRIES = 64
@@ -346,12 +348,12 @@ def _of_leaves(
     structure: Any,
     leaves: Sequence[Any],
 ) -> Callable[..., Any]:
-    """Returns the function as one of its leaves, which errors of JAX call by name.
+    """Returns the function as a function of its leaves, named in errors of JAX.
 
     Args:
         fun: The function.
         static: Its static arguments.
-        structure: The structure of the others.
+        structure: The structure of the other arguments.
         leaves: Leaves of that structure.
     """
 
@@ -361,9 +363,9 @@ def _of_leaves(
             return run(fun, static, args, kwargs)
 
     args, kwargs = jax.tree.unflatten(structure, leaves)
-    # A static argument is `None`, which has no leaves and no name.
+    # A static argument stands as `None`, which has no leaves and no name.
     absent = {place: None for place, _ in static if isinstance(place, str)}
-    # JAX looks for it here before it describes `flat` itself.
+    # JAX looks for this attribute before it describes `flat` itself.
     vars(flat)["__fun_debug_info__"] = debug_info(
         _TRACED_FOR, fun, args, {**kwargs, **absent}
     )

@@ -1,4 +1,4 @@
-"""Rules of differentiation: a forward and a backward pass, made from a plan or not."""
+"""Derivative rules: pairs of a forward and a backward pass."""
 
 import abc
 import dataclasses
@@ -32,7 +32,7 @@ from dafjax.stores import AbstractStore
 @final
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a wrapped function was told."""
+    """Options of a wrapped function."""
 
     policy: AbstractPolicy
     bits: Bits
@@ -53,7 +53,7 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Returns the results and a pytree of what waits for the backward pass."""
+        """Returns the results, and a pytree of residuals for the backward pass."""
 
     @abc.abstractmethod
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
@@ -62,9 +62,9 @@ class Rule(abc.ABC):
 
 @final
 class PlainRule(Rule):
-    """Ordinary reverse-mode differentiation, where nothing is compressed.
+    """Plain reverse-mode differentiation by JAX, where nothing is compressed.
 
-    Bit for bit what JAX computes, and differentiable any number of times.
+    Its results equal JAX's bit for bit, and can be differentiated any number of times.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PlainRule(Rule):
 
 @final
 class ScheduledRule(Rule):
-    """Both passes equation by equation."""
+    """Runs both passes equation by equation, as a plan and its schedule say."""
 
     def __init__(self, plan: ProgramPlan, options: Options) -> None:
         self.perturbed = plan.program.perturbed
@@ -107,11 +107,12 @@ class ScheduledRule(Rule):
 
 @final
 class RerunRule(Rule):
-    """Keeps nothing but activation arguments; the backward pass starts from these.
+    """Stores only activation arguments, and recomputes the function from them.
 
-    It runs the function again, keeps residuals as a plan says, and reads them at once.
-    The codes make the second run another one than the first, which XLA cannot merge
-    with it, and the cotangents that they wait for put it off.
+    The backward pass runs the function again, stores residuals as the plan says, and
+    uses them at once. XLA cannot merge the second run with the first, because the
+    second one starts from unpacked codes. It runs late, because unpacking these codes
+    depends on the cotangents.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class RerunRule(Rule):
         of_arguments = plan_arguments(
             plan, program, bits=options.bits, activations=activations
         )
-        # Nobody reads the results of the second run.
+        # The results of the second run are not used.
         without_results = dataclasses.replace(plan.program, results=())
         codecs = codecs_in(options.store, of_arguments)
         self._forward = _ForwardPass(of_arguments, codecs, options)
@@ -153,14 +154,14 @@ class RerunRule(Rule):
         arguments, cotangents, token = self._restore(kept, stored, cotangents)
         _, (kept, stored) = self._forward_again(seed, arguments, token)
         if self._ties.forward:
-            # Products of cotangents with weights would be ready before their time.
+            # Otherwise XLA computes products of cotangents and weights too early.
             leaves, structure = jax.tree.flatten((cotangents, stored))
             cotangents, stored = jax.tree.unflatten(structure, tie(*leaves))
         gradients = self._backward(kept, stored, cotangents)
         if not self._ties.outgoing:
             return gradients
-        # What is left to do here would hold on to what was unpacked. Not so the
-        # gradients of slices, which a loop stacks as soon as they are there.
+        # Without this barrier, unfinished work on gradients would keep unpacked values
+        # alive. Gradients of slices need none: a loop stacks them at once.
         tied = iter(tie(*itertools.compress(gradients, self._are_whole)))
         return [
             next(tied) if is_whole else gradient
@@ -170,7 +171,7 @@ class RerunRule(Rule):
 
 @final
 class _ForwardPass:
-    """A forward pass as scheduled; compiled once when called eagerly."""
+    """A scheduled forward pass; compiled once when called eagerly."""
 
     def __init__(
         self,
@@ -191,15 +192,16 @@ class _ForwardPass:
 
         Args:
             seed: Seed of the rounding noise.
-            arguments: The arguments; None where nothing reads it.
-            after: What it waits for. None: it is the first, whose residuals
-                `saved_residuals` lists.
+            arguments: The arguments; `None` for those that nothing reads.
+            after: Token that the pass depends on. `None`: it is the first pass, whose
+                residuals `saved_residuals` lists.
         """
         recorder = current_recorder()
         run = self._compiled
         if recorder is not None and after is None:
             run = self._named(recorder.name(self._plan))
-        # The passes have custom derivatives inlined, and codes have no derivative.
+        # Custom derivatives are inlined in the passes, and codes have no derivative, so
+        # the passes allow first-order differentiation only.
         operands = [None if a is None else first_order(a) for a in arguments]
         results, stored = run(operands, seed=seed, after=after)
         kept = {number: arguments[number] for number in self._plan.arguments}
@@ -214,7 +216,7 @@ class _ForwardPass:
 
 
 def _schedule(plan: ProgramPlan, options: Options) -> tuple[Step, ...]:
-    """Returns the steps of the backward pass, in loops over parts where it can be."""
+    """Returns the steps of the backward pass, with chunk loops where possible."""
     most = options.max_parts or usual_parts()
     parts = parts_in(options.store, plan, most, serves_gpus=bool(installed_plugins()))
     return schedule_backward(plan, parts)
@@ -228,10 +230,10 @@ def _make_backward_pass(
     *,
     runs_again: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a backward pass as scheduled; compiled once when called eagerly.
+    """Returns a scheduled backward pass; compiled once when called eagerly.
 
-    On what it runs is known when it is lowered, so that all of it is traced for GPUs,
-    too, where there may be any.
+    Its platform is known only at lowering. So where JAX has a GPU plugin, it is traced
+    for CPUs and for GPUs.
     """
     run = functools.partial(
         run_backward, plan, codecs, store=options.store, ties=options.ties
@@ -241,8 +243,8 @@ def _make_backward_pass(
         return jax.jit(anywhere, inline=True)
     most = options.max_parts or usual_parts_apart(codecs.values())
     steps = schedule_backward(plan, parts_apart(plan, codecs, most))
-    # Where it is not run again, XLA:GPU would put off what is added: 72 MB, not 53, of
-    # a GPT-2 in bfloat16 on an H200.
+    # Late zeros only with recomputation: otherwise XLA:GPU delays the values added to
+    # them, and a GPT-2 in bfloat16 on an H200 takes 72 MB instead of 53.
     on_gpus = functools.partial(run, steps, is_apart=True, fills_late=runs_again)
 
     def run_where_it_is(*operands: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Names of the types that the library passes around."""
+"""Type aliases of the library."""
 
 from collections.abc import Hashable
 from typing import Any, TypeAlias
@@ -9,7 +9,7 @@ import jax
 Array: TypeAlias = jax.Array
 # Any pytree of arrays.
 ArrayTree: TypeAlias = Any
-# `jax.Device`, which type checkers take for a variable.
+# `jax.Device`, which type checkers treat as a variable.
 Device: TypeAlias = Any
 # Shape and dtype of the array that decoding restores.
 Like: TypeAlias = jax.ShapeDtypeStruct

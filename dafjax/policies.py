@@ -1,4 +1,4 @@
-"""Rules that decide, for each value the backward pass could use, what becomes of it."""
+"""Policies: rules that save, compress or recompute each residual."""
 
 import abc
 import dataclasses
@@ -20,17 +20,17 @@ from dafjax.codecs import AbstractCodec, Bitmask
 @final
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """Keeps a residual as it is."""
+    """Saves a residual as it is."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Compress:
-    """Keeps a residual in codes.
+    """Saves a residual in codes.
 
     Attributes:
-        codec: How it is packed. `None` stands for the codec that `remat_compress` makes
-            of its `bits`.
+        codec: The codec that packs it. `None` stands for the codec that
+            `remat_compress` makes from its `bits`.
     """
 
     codec: AbstractCodec | None = None
@@ -39,7 +39,7 @@ class Compress:
 @final
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """Does not keep a residual: the backward pass computes it again."""
+    """Saves nothing: the backward pass recomputes the residual."""
 
 
 Decision: TypeAlias = Save | Compress | Recompute
@@ -48,37 +48,38 @@ Decision: TypeAlias = Save | Compress | Recompute
 @final
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """A value of the forward pass that the backward pass could use, described.
+    """Description of a forward value that the backward pass could use.
 
     Attributes:
         shape: Its shape.
         dtype: Its dtype.
         primitive: The primitive that makes it, or `"argument"`.
-        reduced_from: The number of elements of the largest operand of that primitive.
+        reduced_from: Number of elements of the largest operand of that primitive.
         known: Whether it follows from arguments and constants by cheap operations
             alone.
-        draw_cost: The time to draw it again from a random key, over that of the largest
-            product; 0 if it does not follow from keys by drawing and cheap operations.
-        sources: How many values in inexact codes would be unpacked to recompute it; 0
-            if recomputing it gives the exact value.
-        source_elements: The number of elements of those values together.
-        amplified: Whether an exponential, or the like, of values in codes is taken
-            where its operands are recomputed.
-        divides: Whether it divides by what is recomputed from codes, which may be 0.
-        contracted: How many products one element is the sum of; 0 unless a matrix
-            product makes it.
-        multiplied: Whether a matrix product is computed again to recompute its
-            operands.
-        steers: Whether it enters a cotangent that meets other residuals, and not only
-            the gradients of arguments.
-        copies: How many of it wait at the same time: one for each iteration of a loop.
-        names: What `jax.ad_checkpoint.checkpoint_name` calls it, its place in the
-            model, and the parts of that between slashes.
-        program: The fingerprint of the traced function it is made in.
-        number: Its number there.
+        draw_cost: Time to draw it again from a random key, as a multiple of the time of
+            the largest product; 0 if it does not follow from keys by drawing and cheap
+            operations.
+        sources: How many values in inexact codes must be unpacked to recompute it; 0
+            if recomputing gives the exact value.
+        source_elements: Total number of elements of these values.
+        amplified: Whether recomputing its operands takes an exponential, or a similar
+            function, of values in codes.
+        divides: Whether it divides by a value recomputed from codes, which may be 0.
+        contracted: Number of products that are summed for one element; 0 unless a
+            matrix product makes it.
+        multiplied: Whether recomputing its operands takes a matrix product.
+        steers: Whether it enters a cotangent that is later multiplied with other
+            residuals, and not only the gradients of arguments.
+        copies: How many copies are stored at the same time: one for each iteration of a
+            loop.
+        names: Its names: from `jax.ad_checkpoint.checkpoint_name`, its place in the
+            model, and the parts of that place between slashes.
+        program: Hash of the traced function that makes it.
+        number: Its number in that function.
         operations: The operations that name it with
-            `jax.ad_checkpoint.checkpoint_name`, and the one that makes it. None where
-            dafjax makes the value itself.
+            `jax.ad_checkpoint.checkpoint_name`, and the operation that makes it. Empty
+            if dafjax makes the value itself.
     """
 
     shape: tuple[int, ...]
@@ -104,7 +105,7 @@ class Residual:
 
     @property
     def num_elements(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         count = 1
         for length in self.shape:
             count *= length
@@ -112,55 +113,55 @@ class Residual:
 
     @property
     def nbytes(self) -> int:
-        """Bytes as an ordinary array; 0 for dtypes without a size, such as keys."""
+        """Bytes as a plain array; 0 for dtypes without a size, such as keys."""
         return self.num_elements * getattr(self.dtype, "itemsize", 0)
 
     @property
     def is_floating(self) -> bool:
         """Whether it can be stored in codes for real numbers.
 
-        float16, bfloat16 and float32 as they are; float64 as float32, complex numbers
-        as two arrays of float32, with a scale beside.
+        float16, bfloat16 and float32 are stored as they are, float64 as float32, and
+        complex numbers as two arrays of float32, with a separate scale.
         """
         return self.dtype in CODED_DTYPES or self.dtype in _WIDE_DTYPES
 
 
 class AbstractPolicy(abc.ABC):
-    """A rule from a residual's description to a decision.
+    """A rule that maps the description of a residual to a decision.
 
-    Policies are frozen, hashable data, so that traced programs can be cached by them.
+    Policies are frozen, hashable data, so they can be keys of the trace cache.
     """
 
     @property
     def is_binding(self) -> bool:
-        """Whether its decisions hold also where it packs nothing.
+        """Whether its decisions also hold for a function if it packs nothing there.
 
-        If not, such a function is differentiated as usual.
+        If not, JAX differentiates such a function as usual.
         """
         return True
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Patterns of names that should be found in the function."""
+        """Patterns that should match names in the function."""
         return ()
 
     def saves_exactly(self, residual: Residual) -> bool:
         """Tells whether the user asks for a residual by name or by operation.
 
-        dafjax then saves it, also where it has a better way to recompute it.
+        dafjax then saves it, even if it could recompute the residual in a better way.
 
         Args:
-            residual: What is known of it.
+            residual: Its description.
         """
         del residual
         return False
 
     @abc.abstractmethod
     def __call__(self, residual: Residual) -> Decision:
-        """Decides what becomes of a residual.
+        """Decides whether to save, compress or recompute a residual.
 
         Args:
-            residual: What is known of it.
+            residual: Its description.
 
         Returns:
             `Save()`, `Compress(codec)` or `Recompute()`.
@@ -174,53 +175,55 @@ _WIDE_DTYPES = frozenset(
     jnp.dtype(dtype) for dtype in ("float64", "complex64", "complex128")
 )
 
-# So many times fewer elements at 8 bits instead of 2 cost less than one at 2.
+# An array with more than this many times the elements of its sources is recomputed:
+# 8 bits instead of 2 for the sources then cost less than 2 bits for the array.
 _EXPANSION = 3
 
-# Computing a longer sum of products again costs more time than packing its result.
+# Recomputing a longer sum of products takes more time than packing its result.
 _MOST_CONTRACTED = 128
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class CompressExpensive(AbstractPolicy):
-    """Keeps what is expensive to recompute, in codes, and recomputes the rest.
+    """Saves values that are expensive to recompute in codes, and recomputes the rest.
 
     - Outputs of matrix products, convolutions and other expensive operations are
-      compressed; elementwise chains are recomputed from the unpacked values, except
-      where that could blow up a small error, as `exp` does: those are compressed too.
-    - Small arrays, and the small results of reductions (the statistics of norms), are
-      saved as they are: recomputing statistics from codes costs accuracy
-      (a prototype of ResNet-18 on digits lost 2.3 points at 2 bits).
-    - Boolean arrays (comparison masks, the places of maxima in the windows of a
-      pooling) are kept as exact bits.
-    - A value whose recomputation would unpack more than `max_sources` compressed
-      values, such as the output of a residual connection after another one, is
-      compressed itself, so that chains stay short. If it steers (see `Residual`), one
-      is the most: else the noise of a code would meet itself where the other value in
-      the same code is used, and the mean of a noise times itself is not 0. (A small
-      ResNet at 2 bits with a mean-square loss: a bias of 0.44 of the gradient's norm
-      without that rule, 0.05 with it.)
-    - What has more than three times as many elements as the values in codes that it
-      can be recomputed from is recomputed, though a short matrix product, but one, or
-      an exponential be in between: the attention matrix of long sequences, from queries
-      and keys. These then have 8 bits instead of 2 (see `dafjax.Bits`), which costs
-      less than keeping the matrix at 2. Not so with a `codec` of its own.
-    - Of what sines and cosines read the phase is compressed: codes of arguments that
-      span many periods would tell nothing of a sine.
-    - What follows cheaply from the arguments alone is recomputed. So are numbers drawn
-      from a random key: they are drawn again, unless that takes longer than the largest
-      product. Masks that are drawn are kept as bits.
-    - Integers that depend on compressed values, random keys and numbers of fewer than
+      compressed. Elementwise chains are recomputed from the unpacked values, except
+      where that could amplify a small error, as `exp` does: those values are compressed
+      too.
+    - Small arrays and the small results of reductions (the statistics of norms) are
+      saved as they are. Recomputing statistics from codes costs accuracy (a prototype
+      of ResNet-18 on digits lost 2.3 points at 2 bits).
+    - Boolean arrays (comparison masks, argmax indices of max-pooling) are stored as
+      exact bits.
+    - If recomputing a value would unpack more than `max_sources` compressed values, it
+      is compressed itself, so that chains stay short. The output of a residual
+      connection after another one is such a value. For a value that steers (see
+      `Residual`) the limit is one. Otherwise the noise of a code would be multiplied
+      with itself where another value from the same code is used, and the mean of the
+      square of a noise is not 0. (A small ResNet at 2 bits with a mean-square loss: a
+      bias of 0.44 of the gradient's norm without that rule, 0.05 with it.)
+    - A value with more than three times as many elements as its compressed sources is
+      recomputed from them, even through an exponential or one short matrix product. An
+      example is the attention matrix of long sequences, from queries and keys. The
+      sources then have 8 bits instead of 2 (see `dafjax.Bits`), which takes less memory
+      than storing the matrix at 2. This rule is off if the policy has a `codec`.
+    - For sines and cosines the range-reduced argument is compressed: codes of arguments
+      that span many periods would say nothing about the sine.
+    - Values that follow cheaply from the arguments alone are recomputed. Numbers drawn
+      from a random key are drawn again, unless that takes longer than the largest
+      product. Random masks are stored as bits.
+    - Integers that depend on compressed values, random keys, and numbers of fewer than
       16 bits are saved as they are.
 
     Attributes:
-        codec: How floating-point values are packed. `None`: by the `bits` of
-            `remat_compress`.
-        max_sources: How many compressed values a recomputation may unpack for the
-            gradient of an argument.
-        min_nbytes: Smaller arrays are saved raw; all iterations of a loop count
-            together.
+        codec: The codec for floating-point values. `None`: the codec that
+            `remat_compress` makes from its `bits`.
+        max_sources: Maximum number of compressed values that a recomputation for the
+            gradient of an argument may unpack.
+        min_nbytes: Arrays of at most this many bytes are saved raw. All iterations of a
+            loop count together.
 
     Example:
         >>> import dafjax, jax
@@ -253,14 +256,15 @@ class CompressExpensive(AbstractPolicy):
             if residual.draw_cost <= 1:
                 return Recompute()
             return Compress(self.codec) if residual.is_floating else Save()
-        # Also the sum that probabilities are divided by, so that they are still at
-        # most 1: with the exact one a large error of an exponent is a huge one.
+        # This includes the sum that divides probabilities, so that these stay at most
+        # 1. With the exact sum, a large error of an exponent would become a huge one.
         if residual.amplified and self._is_continuous(residual):
             return Recompute()
         rule = rule_of(residual.primitive)
         cheap = rule.is_cheap
         if self._is_small(residual):
-            # Of what is as small and as exact, as a view or an inverse of a statistic.
+            # It follows from exact values of at most its size, such as a view or the
+            # inverse of a statistic.
             follows = residual.sources == 0 and (
                 residual.reduced_from <= residual.num_elements
             )
@@ -304,7 +308,7 @@ class CompressExpensive(AbstractPolicy):
 @final
 @dataclasses.dataclass(frozen=True)
 class SaveAll(AbstractPolicy):
-    """Saves every residual as it is: plain reverse-mode differentiation."""
+    """Saves every residual as it is, like plain reverse-mode differentiation."""
 
     @property
     def is_binding(self) -> bool:
@@ -325,15 +329,15 @@ def _check_codec(policy: "CompressExpensive | CompressDots | CompressNames") -> 
 @final
 @dataclasses.dataclass(frozen=True)
 class CompressDots(AbstractPolicy):
-    """Keeps the outputs of matrix products and convolutions, recomputes the rest.
+    """Compresses outputs of matrix products and convolutions, recomputes the rest.
 
-    The counterpart of `jax.checkpoint_policies.dots_saveable`: one rule, without the
-    care of `CompressExpensive` for statistics, masks and chains. Recomputed masks can
-    flip and recomputed statistics are off by the noise of the codes.
+    It is the counterpart of `jax.checkpoint_policies.dots_saveable`: one rule, without
+    the special cases of `CompressExpensive` for statistics, masks and chains.
+    Recomputed masks can flip, and recomputed statistics have the noise of the codes.
 
     Attributes:
-        codec: How floating-point values are packed. `None`: by the `bits` of
-            `remat_compress`. Others are saved as they are.
+        codec: The codec for floating-point values. `None`: the codec that
+            `remat_compress` makes from its `bits`. Other values are saved as they are.
     """
 
     codec: AbstractCodec | None = None
@@ -350,17 +354,18 @@ class CompressDots(AbstractPolicy):
 @final
 @dataclasses.dataclass(frozen=True)
 class CompressNames(AbstractPolicy):
-    """Keeps values of some names in codes, recomputes everything else.
+    """Compresses values with given names, recomputes everything else.
 
-    The counterpart of `jax.checkpoint_policies.save_only_these_names`. Everything else
-    is recomputed from arguments and from these, products included, as in
-    `jax.checkpoint`; the names decide how much that is.
+    It is the counterpart of `jax.checkpoint_policies.save_only_these_names`. As in
+    `jax.checkpoint`, everything else, products included, is recomputed from these
+    values and from the arguments. The names decide how much that is.
 
     Attributes:
-        names: Names that `jax.ad_checkpoint.checkpoint_name` gave, or patterns of them
-            or of places in the model, as in `dafjax.Bits`. Or one of these.
-        codec: How floating-point values are packed. `None`: by the `bits` of
-            `remat_compress`. Booleans are kept as bits, others as they are.
+        names: One or more names given by `jax.ad_checkpoint.checkpoint_name`, or
+            patterns for such names or for places in the model, as in `dafjax.Bits`.
+        codec: The codec for floating-point values. `None`: the codec that
+            `remat_compress` makes from its `bits`. Booleans are stored as bits, other
+            values as they are.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
@@ -407,7 +412,7 @@ class CompressNames(AbstractPolicy):
         return Compress(Bitmask()) if residual.dtype == jnp.bool_ else Save()
 
 
-# These functions make a policy, all others are one.
+# These functions return a policy; all others of that module are policies.
 _MAKERS = tuple(
     function
     for name, function in vars(checkpoint_policies).items()
@@ -418,17 +423,17 @@ _MAKERS = tuple(
 @final
 @dataclasses.dataclass(frozen=True)
 class SaveSaveable(AbstractPolicy):
-    """Saves the values that a policy of `jax.checkpoint` names, exactly.
+    """Saves exactly the values that a policy of `jax.checkpoint` selects.
 
-    `remat_compress(policy=...)` makes one of a policy of `jax.checkpoint_policies`, or
-    of a function like these. That policy says which values are saved exactly.
+    `remat_compress(policy=...)` makes one from a policy of `jax.checkpoint_policies`,
+    or from a function like these. That policy says which values are saved exactly.
     `jax.checkpoint` recomputes all others. Here `rest` decides about them, so that
-    expensive ones are compressed. `checkpoint_policies.nothing_saveable` names nothing:
-    it stands for `CompressExpensive()` alone. `checkpoint_policies.everything_saveable`
-    stands for `SaveAll()`.
+    expensive ones are compressed. `checkpoint_policies.nothing_saveable` selects
+    nothing and stands for `CompressExpensive()` alone.
+    `checkpoint_policies.everything_saveable` stands for `SaveAll()`.
 
-    `jax.checkpoint` moves values that its policy calls `Offloadable` to the memory of
-    the host. Here they are saved on the device, and a warning says so.
+    `jax.checkpoint` moves values that its policy calls `Offloadable` to host memory.
+    Here they are saved on the device, and a warning says so.
 
     Attributes:
         saveable: `saveable(primitive, *avals, **params)` tells whether results of a
@@ -480,7 +485,7 @@ class SaveSaveable(AbstractPolicy):
         return self.rest.patterns
 
     def saves_exactly(self, residual: Residual) -> bool:
-        # Not `any`: each answer is checked.
+        # A list, since a lazy `any` would leave later answers unchecked.
         answers = [self._is_saveable(asked) for asked in residual.operations]
         return any(answers) or self.rest.saves_exactly(residual)
 
@@ -509,14 +514,14 @@ class SaveSaveable(AbstractPolicy):
 
 
 def as_policy(policy: Any, option: str) -> AbstractPolicy:
-    """Returns the policy that an option `policy=...` stands for.
+    """Returns the policy for the argument of an option `policy=...`.
 
     Args:
         policy: A policy, a policy of `jax.checkpoint`, or `None`.
-        option: The name of the option in errors.
+        option: Name of the option in errors.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: `policy` is something else.
     """
     if isinstance(policy, AbstractPolicy):
         return policy

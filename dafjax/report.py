@@ -1,4 +1,4 @@
-"""What wrapped functions keep for the backward pass: a plan, as a table and a file."""
+"""Lists the residuals that wrapped functions store: a plan, as a table and a file."""
 
 import dataclasses
 import functools
@@ -32,18 +32,18 @@ from dafjax.policies import (
 @final
 @dataclasses.dataclass(frozen=True)
 class Plan(AbstractPolicy):
-    """What is kept of the functions that `remat_compress` wraps.
+    """The residuals that functions wrapped by `remat_compress` store.
 
-    Made by `saved_residuals`; prints as a table. A plan is also a policy: what it was
-    made of, wrapped with it, keeps the same values in the same codes, whatever the
-    options or the version of dafjax would choose by themselves.
+    `saved_residuals` makes a plan; it prints as a table. A plan is also a policy. If
+    the same function is wrapped with it, that function stores the same values in the
+    same codes, whatever its other options or the version of dafjax would choose.
 
     Attributes:
-        kept: The values that wait for the backward pass.
-        counts: How often each of them is kept: once for each iteration of a `scan`.
-        spare: The same of functions that JAX traced on its way to the gradient, and
-            that are no part of it. They are traced again where the plan is followed.
-        programs: The fingerprints of all traced functions.
+        kept: The values stored for the backward pass.
+        counts: Copies of each of them: one for each iteration of a `scan`.
+        spare: The stored values of functions that JAX traced on its way to the gradient
+            but that are not part of it. They are traced again when the plan is used.
+        programs: Hashes of all traced functions.
 
     Example:
         >>> import dafjax, jax.numpy as jnp
@@ -95,7 +95,7 @@ class Plan(AbstractPolicy):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
             ValueError: The file is not a plan.
@@ -118,12 +118,12 @@ class Plan(AbstractPolicy):
 
     @property
     def raw_nbytes(self) -> int:
-        """Bytes the kept values have as ordinary arrays."""
+        """Bytes of the stored values as plain arrays."""
         return sum(item.raw_nbytes * n for item, n in self._counted())
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes they take while they wait."""
+        """Bytes of the stored values as they are stored."""
         return sum(item.stored_nbytes * n for item, n in self._counted())
 
     def _counted(self) -> Iterator[tuple[Kept, int]]:
@@ -147,11 +147,11 @@ class Plan(AbstractPolicy):
 
 
 def saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-    """Lists what wrapped functions keep when a function is differentiated.
+    """Lists the residuals that wrapped functions store for differentiation.
 
-    Nothing is computed. Every argument counts as differentiated; close over those that
-    are not. Only what is traced anew is seen: pass a function whose inner `jax.jit`s
-    have not been differentiated before.
+    It computes nothing. Every argument counts as differentiated; close over those that
+    are not. It sees only functions that are traced anew: pass a function whose inner
+    `jax.jit`s have not been differentiated before.
 
     Args:
         fun: A function made by `remat_compress`, or one that calls such functions.
@@ -159,10 +159,10 @@ def saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         **kwargs: Its keyword arguments.
 
     Returns:
-        What is kept.
+        The plan: all stored values.
 
     Raises:
-        ValueError: `fun` keeps nothing by way of `remat_compress`.
+        ValueError: `fun` stores no residual through `remat_compress`.
 
     Example:
         >>> import dafjax, jax.numpy as jnp
@@ -209,7 +209,7 @@ def saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
 
 
 def _check_decided_once(plans: Iterable[ProgramPlan]) -> None:
-    """Raises an error if two functions that look the same have other codes."""
+    """Raises an error if two functions with the same hash store different codes."""
     seen: dict[str, tuple[Kept, ...]] = {}
     for plan in plans:
         if seen.setdefault(plan.fingerprint, plan.kept) != plan.kept:
@@ -221,10 +221,10 @@ def _check_decided_once(plans: Iterable[ProgramPlan]) -> None:
 
 
 def print_saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Prints what `saved_residuals` lists: one line for each residual, and totals.
+    """Prints the list of `saved_residuals`: one line for each residual, and totals.
 
-    A line has the place in the model, shape and dtype, what was decided, bytes raw and
-    stored, and the user's line that made the value.
+    A line has the place in the model, shape and dtype, the decision, the raw and the
+    stored bytes, and the user's line that makes the value.
 
     Args:
         fun: A function made by `remat_compress`, or one that calls such functions.
@@ -232,14 +232,14 @@ def print_saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) ->
         **kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: `fun` keeps nothing by way of `remat_compress`.
+        ValueError: `fun` stores no residual through `remat_compress`.
     """
     print(saved_residuals(fun, *args, **kwargs))
 
 
 _FORMAT = 1
 _AS_THEY_ARE = (*("program", "value", "name", "primitive", "source", "is_packed"),)
-# Codecs by the name they have in a file.
+# Codecs by their names in a file.
 _CODECS: dict[str, type[Affine | Bitmask]] = {"Affine": Affine, "Bitmask": Bitmask}
 
 
@@ -274,13 +274,13 @@ def _from_json(row: Mapping[str, Any]) -> Kept:
         shape=tuple(row["shape"]),
         dtype=_dtype(row["dtype"]),
         codec=codec,
-        # Absent from plans of version 0.1.
+        # Plans of version 0.1 do not have it.
         stands_for=row.get("stands_for"),
     )
 
 
 def _dtype(name: str) -> Any:
-    """Returns a dtype of its name; those of random keys are no names to NumPy."""
+    """Returns the dtype of a name, including random keys, which NumPy does not know."""
     if not name.startswith("key<"):
         return jnp.dtype(name)
     for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
@@ -299,6 +299,6 @@ def _row(item: Kept, count: int) -> tuple[str, ...]:
         "save" if item.codec is None else f"compress {item.codec}",
         readable(item.raw_nbytes * count),
         readable(item.stored_nbytes * count),
-        # Of an installed package, the part that tells which.
+        # For an installed package, the part that names the package.
         item.source.rpartition("site-packages/")[2],
     )
