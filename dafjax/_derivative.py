@@ -14,6 +14,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax._fresh_seed import freshen
+from dafjax._native import tie
 from dafjax._plan.brief import find_brief
 from dafjax._plan.planner import make_plan
 from dafjax._plan.recorder import current_recorder
@@ -207,7 +208,7 @@ def _with_rule(
         seed = jnp.asarray(_primal(seed))
         if iterations is None:
             # Not for a body, which gets the seed of the function that wraps it.
-            seed = freshen(seed, list(itertools.compress(operands, perturbed)))
+            seed = tie(freshen(seed, list(itertools.compress(operands, perturbed))))[0]
         if len(rule.perturbed) > len(perturbed):
             operands.insert(0, seed)
         results, residuals = rule.forward(seed, operands)

@@ -24,6 +24,7 @@ from dafjax._schedule.steps import Step
 from dafjax._schedule.stored import can_be_apart, codecs_in, parts_apart, parts_in
 from dafjax._schedule.ties import Ties
 from dafjax._trace.residuals import Program, vjp_of_perturbed
+from dafjax._trace.tracing import is_staging
 from dafjax.codecs import AbstractCodec
 from dafjax.policies import AbstractPolicy
 from dafjax.stores import AbstractStore
@@ -183,7 +184,7 @@ class _ForwardPass:
         self._run = functools.partial(
             run_forward, plan, codecs, store=options.store, ties=options.ties
         )
-        self._compiled = jax.jit(self._run, inline=True)
+        self._inlined = _inlined(self._run)
 
     def __call__(
         self, seed: Any, arguments: Sequence[Any], after: Any = None
@@ -197,7 +198,7 @@ class _ForwardPass:
                 residuals `saved_residuals` lists.
         """
         recorder = current_recorder()
-        run = self._compiled
+        run = self._inlined
         if recorder is not None and after is None:
             run = self._named(recorder.name(self._plan))
         # Custom derivatives are inlined in the passes, and codes have no derivative, so
@@ -240,7 +241,7 @@ def _make_backward_pass(
     )
     anywhere = functools.partial(run, schedule, fills_late=True)
     if not (installed_plugins() and can_be_apart(plan)):
-        return jax.jit(anywhere, inline=True)
+        return _inlined(anywhere)
     most = options.max_parts or usual_parts_apart(codecs.values())
     steps = schedule_backward(plan, parts_apart(plan, codecs, most))
     # Late zeros only with recomputation: otherwise XLA:GPU delays the values added to
@@ -250,4 +251,18 @@ def _make_backward_pass(
     def run_where_it_is(*operands: Any) -> Any:
         return lax.platform_dependent(*operands, cuda=on_gpus, default=anywhere)
 
-    return jax.jit(run_where_it_is, inline=True)
+    return _inlined(run_where_it_is)
+
+
+def _inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose operations become part of the program around it.
+
+    Outside of a program it is compiled once.
+    """
+    compiled = jax.jit(function, inline=True)
+
+    def run(*operands: Any, **keywords: Any) -> Any:
+        call = function if is_staging() else compiled
+        return call(*operands, **keywords)
+
+    return run

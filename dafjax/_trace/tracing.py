@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 from jax._src import config
-from jax._src.core import jaxprs_in_params, trace_state_clean
+from jax._src.core import jaxprs_in_params, trace_ctx, trace_state_clean
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
 from dafjax._trace.equation import place_of
@@ -53,6 +54,11 @@ def trace_context() -> Any:
     that `vmap` and `shard_map` have named.
     """
     return config.trace_context()
+
+
+def is_staging() -> bool:
+    """Returns whether operations are recorded in a jaxpr, and none is run or mapped."""
+    return isinstance(trace_ctx.trace, DynamicJaxprTrace)
 
 
 def is_tracing() -> bool:
