@@ -174,7 +174,9 @@ def _with_rule(
         # Residuals of a body are never short-lived: other iterations run meanwhile.
         if iterations is None and not options.store.takes_brief:
             plan = dataclasses.replace(plan, brief=find_brief(plan))
-        if plan.compresses or options.policy.is_binding:
+        if options.policy.is_binding or (
+            plan.compresses and (iterations is not None or plan.is_worth_it)
+        ):
             if runs_again:
                 return RerunRule(plan, program, options, numbers)
             return ScheduledRule(plan, options)

@@ -689,5 +689,6 @@ def test_parts_of_pool_entries_fill_pages():
         assert codec.packed_nbytes(like) == 16 * count
         assert codec.packs_parts(like, count)
         assert not codec.packs_parts(like, 16)
-    # Rows that share tiles.
-    assert not codec.packs_parts(jax.ShapeDtypeStruct((1 << 20, 8), jnp.float32), 8)
+    # Rows that fill tiles together, 64 of them; and rows that never do.
+    assert codec.packs_parts(jax.ShapeDtypeStruct((1 << 20, 8), jnp.float32), 8)
+    assert not codec.packs_parts(jax.ShapeDtypeStruct((8 * 131071, 8), jnp.float32), 8)

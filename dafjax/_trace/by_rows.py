@@ -7,7 +7,7 @@ convolution does so too, of its images; and the gradient of its kernel is a sum 
 rows, which can be taken part by part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex_core
@@ -71,27 +71,27 @@ def _made_of_rows(jaxpr: jex_core.Jaxpr, num_rows: int) -> set[Any] | None:
         v for v in jaxpr.outvars if v in jaxpr.invars and _shape(v)[:1] == (num_rows,)
     }
     for eqn in jaxpr.eqns:
-        (result,) = eqn.outvars if len(eqn.outvars) == 1 else (None,)
         operands = {v for v in eqn.invars if not isinstance(v, jex_core.Literal)}
-        if result is None:
-            return None
-        if _shape(result)[:1] != (num_rows,):
+        have_rows = [_shape(result)[:1] == (num_rows,) for result in eqn.outvars]
+        if not any(have_rows):
             # A statistic of all rows, made ready to be read with each.
             if not operands.isdisjoint(made):
                 return None
-            whole.update((result, *operands))
+            whole.update((*eqn.outvars, *operands))
             continue
+        if not all(have_rows):
+            return None
         by_rows = _reads_rows(eqn, num_rows)
         if by_rows is None:
             return None
         for operand, reads_rows in zip(eqn.invars, by_rows, strict=True):
             if not isinstance(operand, jex_core.Literal):
                 (made if reads_rows else whole).add(operand)
-        made.add(result)
+        made.update(eqn.outvars)
     return made if made.isdisjoint(whole) else None
 
 
-def _reads_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> list[bool] | None:
+def _reads_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> Sequence[bool] | None:
     """Returns of which operands an equation reads rows to make rows."""
     body = _body(eqn)
     if body is not None:
@@ -99,26 +99,13 @@ def _reads_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> list[bool] | None:
         if made is None or any(var not in made for var in body.outvars):
             return None
         return [var in made for var in body.invars]
-    name = eqn.primitive.name
-    has_rows = [_shape(operand)[:1] == (num_rows,) for operand in eqn.invars]
-    rule = rule_of(name)
-    keeps_rows = rule.keeps_rows
-    if keeps_rows is not None and keeps_rows(eqn.params):
-        first, *others = has_rows
-        return [first, *(False for _ in others)] if first else None
-    if name == "broadcast_in_dim":
-        of_rows = eqn.params["broadcast_dimensions"][:1] == (0,)
-        return [of_rows and has_rows[0], *has_rows[1:]]
-    if name == "dot_general" and _multiplies_each(eqn.params):
-        return [True, True]
+    have_rows = [_shape(operand)[:1] == (num_rows,) for operand in eqn.invars]
+    rule = rule_of(eqn.primitive.name)
+    if rule.reads_rows is not None:
+        return rule.reads_rows(eqn.params, have_rows)
     num_axes = len(_shape(eqn.outvars[0]))
     aligned = all(len(_shape(operand)) in (0, num_axes) for operand in eqn.invars)
-    return has_rows if aligned and rule.is_elementwise else None
-
-
-def _multiplies_each(params: Mapping[str, Any]) -> bool:
-    _, (batch, of_second) = params["dimension_numbers"]
-    return batch[:1] == of_second[:1] == (0,)
+    return have_rows if aligned and rule.is_elementwise else None
 
 
 def _evaluate(
@@ -136,13 +123,19 @@ def _evaluate(
         elif eqn.primitive.name == "conv_general_dilated":
             results = [convolve_in_loop(read, params)]
         else:
-            for name in ("shape", "new_sizes"):
+            for name in _SHAPES:
                 if params.get(name, ())[:1] == (num_rows,):
                     params[name] = (num_there, *params[name][1:])
             eqn = summing_rows(eqn.replace(params=params), read)
-            results = [eqn.primitive.bind(*read, **eqn.params)]
+            results = eqn.primitive.bind(*read, **eqn.params)
+            if not eqn.primitive.multiple_results:
+                results = [results]
         env.update(zip(eqn.outvars, results, strict=True))
     return [env[var] for var in jaxpr.outvars]
+
+
+# Parameters that begin with the number of rows.
+_SHAPES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 
 
 def _body(eqn: jex_core.JaxprEqn) -> jex_core.Jaxpr | None:

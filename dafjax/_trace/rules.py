@@ -8,7 +8,7 @@ an error of its operands may change its result in any way: its result is saved.
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 
@@ -103,6 +103,7 @@ class Combines(enum.Enum):
 
 
 Params: TypeAlias = Mapping[str, Any]
+RowRule: TypeAlias = Callable[[Params, Sequence[bool]], Sequence[bool] | None]
 
 
 @final
@@ -122,8 +123,10 @@ class OpRule:
         limit: The magnitude of an operand beyond which a result is constant, to the
             last bit of a float32.
         is_copied_before: Whether XLA copies the operands into another layout first.
-        keeps_rows: Given its parameters, whether row i of the result (index i of the
-            first axis) depends on row i of the first operand, and on the others whole.
+        reads_rows: Given its parameters, and which operands have as many rows (indices
+            of the first axis) as the results: of which operands row i of a result needs
+            row i alone. It needs the others whole. `None`: it needs more than that.
+            Elementwise primitives need no such rule.
         sums_rows: Given its parameters, whether it sums over the rows of all operands.
     """
 
@@ -136,7 +139,7 @@ class OpRule:
     complex_error: Error | None = None
     limit: float = math.inf
     is_copied_before: bool = False
-    keeps_rows: Callable[[Params], bool] | None = None
+    reads_rows: RowRule | None = None
     sums_rows: Callable[[Params], bool] | None = None
 
     @property
@@ -239,9 +242,40 @@ def is_much_smaller(num_elements: int, than: int) -> bool:
     return num_elements * 8 <= than
 
 
-def _multiplies_rows(params: Params) -> bool:
-    (contracted, _), (batch, _) = params["dimension_numbers"]
-    return not batch and 0 not in contracted
+def _rows_of_first(keeps: Callable[[Params], bool]) -> RowRule:
+    """Returns the rule of a primitive that reads rows of its first operand alone."""
+
+    def read(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
+        first, *others = have_rows
+        return [True, *(False for _ in others)] if first and keeps(params) else None
+
+    return read
+
+
+def _rows_of_all(keeps: Callable[[Params], bool]) -> RowRule:
+    """Returns the rule of a primitive that reads rows of all its operands."""
+
+    def read(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
+        return have_rows if all(have_rows) and keeps(params) else None
+
+    return read
+
+
+def _broadcasts_rows(
+    params: Params, have_rows: Sequence[bool]
+) -> Sequence[bool] | None:
+    first, *others = have_rows
+    return [params["broadcast_dimensions"][:1] == (0,) and first, *others]
+
+
+def _multiplies_rows(
+    params: Params, have_rows: Sequence[bool]
+) -> Sequence[bool] | None:
+    (contracted, _), (batch, of_second) = params["dimension_numbers"]
+    if have_rows[0] and not batch and 0 not in contracted:
+        return [True, False]
+    # One product for each row.
+    return [True, True] if batch[:1] == of_second[:1] == (0,) else None
 
 
 def _sums_products(params: Params) -> bool:
@@ -261,13 +295,20 @@ def _sums_convolutions(params: Params) -> bool:
     return numbers.lhs_spec[1] == numbers.rhs_spec[1] == 0 and groups == 1
 
 
-def _keeps_first_axis(params: Params) -> bool:
-    return 0 not in params["axes"]
+def _windows_within_rows(params: Params) -> bool:
+    is_trivial = params["padding"][0] == (0, 0) and params["base_dilation"][0] == 1
+    return is_trivial and params["window_dimensions"][0] == 1
 
 
 def _sums_first_axis(params: Params) -> bool:
     return 0 in params["axes"]
 
+
+_WITHOUT_FIRST_AXIS = _rows_of_first(lambda params: 0 not in params["axes"])
+_ALONG_ANOTHER_AXIS = _rows_of_first(lambda params: params["axis"] != 0)
+_WINDOWS = _rows_of_first(_windows_within_rows)
+# The result has as many rows as the operand, so that none is cut off.
+_ALL_ROWS = _rows_of_first(lambda _: True)
 
 _CHEAP, _PRODUCT, _DRAW = Cost.CHEAP, Cost.PRODUCT, Cost.DRAW
 _ALL, _FIRST, _REST = Operands.ALL, Operands.FIRST, Operands.ALL_BUT_FIRST
@@ -381,31 +422,39 @@ OPS: Mapping[str, OpRule] = {
     "shift_right_logical": _JUMPS,
     "sign": _JUMPS,
     "xor": _JUMPS,
-    "argmax": _INTEGERS,
-    "argmin": _INTEGERS,
+    "argmax": _row(_INTEGERS, reads_rows=_WITHOUT_FIRST_AXIS),
+    "argmin": _row(_INTEGERS, reads_rows=_WITHOUT_FIRST_AXIS),
     "bitcast_convert_type": _INTEGERS,
     "clz": _INTEGERS,
     "mulhi": _INTEGERS,
     "population_count": _INTEGERS,
     # Elements moved as they are.
-    "broadcast_in_dim": _COPY,
-    "concatenate": _JOIN,
+    "broadcast_in_dim": _row(_COPY, reads_rows=_broadcasts_rows),
+    "concatenate": _row(_JOIN, reads_rows=_rows_of_all(lambda p: p["dimension"] != 0)),
     "device_put": _MOVE,
-    "dynamic_slice": _SLICE,
+    "dynamic_slice": _row(_SLICE, reads_rows=_ALL_ROWS),
     "dynamic_update_slice": _JOIN,
     "gather": _row(_MOVE, elements=Elements.LOOKED_UP),
     "iota": _MOVE,
     "name": _row(_MOVE, elements=_MOVED | _PLACED),
-    "pad": _JOIN,
-    "reshape": _row(_COPY, keeps_rows=lambda p: p["dimensions"] is None),
-    "rev": _COPY,
+    "pad": _row(
+        _JOIN, reads_rows=_rows_of_first(lambda p: p["padding_config"][0] == (0, 0, 0))
+    ),
+    "reshape": _row(
+        _COPY, reads_rows=_rows_of_first(lambda p: p["dimensions"] is None)
+    ),
+    "rev": _row(_COPY, reads_rows=_rows_of_first(lambda p: 0 not in p["dimensions"])),
     "scatter": _JOIN,
-    "slice": _SLICE,
-    "split": _SLICE,
-    "squeeze": _row(_COPY, keeps_rows=lambda p: 0 not in p["dimensions"]),
+    "slice": _row(_SLICE, reads_rows=_ALL_ROWS),
+    "split": _row(_SLICE, reads_rows=_ALONG_ANOTHER_AXIS),
+    "squeeze": _row(
+        _COPY, reads_rows=_rows_of_first(lambda p: 0 not in p["dimensions"])
+    ),
     "stack": _JOIN,
     "tile": _MOVE,
-    "transpose": _row(_COPY, keeps_rows=lambda p: p["permutation"][0] == 0),
+    "transpose": _row(
+        _COPY, reads_rows=_rows_of_first(lambda p: p["permutation"][0] == 0)
+    ),
     "unstack": _SLICE,
     # Which device holds an array. A gathered weight is gathered again in the backward
     # pass: never saved whole, never compressed.
@@ -417,26 +466,35 @@ OPS: Mapping[str, OpRule] = {
     "reshard": _PLACE,
     "sharding_constraint": _PLACE,
     # Reductions and cumulative ones.
-    "cumlogsumexp": _REDUCTION,
-    "cummax": _REDUCTION,
-    "cummin": _REDUCTION,
-    "cumprod": _row(_REDUCTION, error=Error.AMPLIFIED),
-    "cumsum": _row(_REDUCTION, linear_in=_ALL, ends=Ends.AS_OPERANDS),
-    "reduce_and": _REDUCTION,
-    "reduce_max": _row(_REDUCTION, ends=Ends.YES, keeps_rows=_keeps_first_axis),
-    "reduce_min": _row(_REDUCTION, ends=Ends.YES),
-    "reduce_or": _REDUCTION,
-    "reduce_prod": _row(_REDUCTION, error=Error.AMPLIFIED),
+    "cumlogsumexp": _row(_REDUCTION, reads_rows=_ALONG_ANOTHER_AXIS),
+    "cummax": _row(_REDUCTION, reads_rows=_ALONG_ANOTHER_AXIS),
+    "cummin": _row(_REDUCTION, reads_rows=_ALONG_ANOTHER_AXIS),
+    "cumprod": _row(_REDUCTION, error=Error.AMPLIFIED, reads_rows=_ALONG_ANOTHER_AXIS),
+    "cumsum": _row(
+        _REDUCTION,
+        linear_in=_ALL,
+        ends=Ends.AS_OPERANDS,
+        reads_rows=_ALONG_ANOTHER_AXIS,
+    ),
+    "reduce_and": _row(_REDUCTION, reads_rows=_WITHOUT_FIRST_AXIS),
+    "reduce_max": _row(_REDUCTION, ends=Ends.YES, reads_rows=_WITHOUT_FIRST_AXIS),
+    "reduce_min": _row(_REDUCTION, ends=Ends.YES, reads_rows=_WITHOUT_FIRST_AXIS),
+    "reduce_or": _row(_REDUCTION, reads_rows=_WITHOUT_FIRST_AXIS),
+    "reduce_prod": _row(
+        _REDUCTION, error=Error.AMPLIFIED, reads_rows=_WITHOUT_FIRST_AXIS
+    ),
     "reduce_sum": _row(
         _REDUCTION,
         linear_in=_ALL,
         ends=Ends.AS_OPERANDS,
-        keeps_rows=_keeps_first_axis,
+        reads_rows=_WITHOUT_FIRST_AXIS,
         sums_rows=_sums_first_axis,
     ),
-    "reduce_window_max": _row(_REDUCTION, ends=Ends.YES),
-    "reduce_window_min": _row(_REDUCTION, ends=Ends.YES),
-    "reduce_window_sum": _row(_REDUCTION, linear_in=_ALL, ends=Ends.AS_OPERANDS),
+    "reduce_window_max": _row(_REDUCTION, ends=Ends.YES, reads_rows=_WINDOWS),
+    "reduce_window_min": _row(_REDUCTION, ends=Ends.YES, reads_rows=_WINDOWS),
+    "reduce_window_sum": _row(
+        _REDUCTION, linear_in=_ALL, ends=Ends.AS_OPERANDS, reads_rows=_WINDOWS
+    ),
     # Products.
     "conv_general_dilated": OpRule(
         _PRODUCT,
@@ -444,7 +502,7 @@ OPS: Mapping[str, OpRule] = {
         _ALL,
         combines=_MULTIPLY,
         is_copied_before=True,
-        keeps_rows=_convolves_rows,
+        reads_rows=_rows_of_first(_convolves_rows),
         sums_rows=_sums_convolutions,
     ),
     "dot_general": OpRule(
@@ -452,7 +510,7 @@ OPS: Mapping[str, OpRule] = {
         Error.SMOOTH,
         _ALL,
         combines=_MULTIPLY,
-        keeps_rows=_multiplies_rows,
+        reads_rows=_multiplies_rows,
         sums_rows=_sums_products,
     ),
     "ragged_dot_general": OpRule(_PRODUCT, Error.SMOOTH, _ALL, combines=_MULTIPLY),

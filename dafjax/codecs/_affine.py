@@ -26,7 +26,13 @@ from dafjax._native._layout import (
 from dafjax._numbers import shown
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
-from dafjax.codecs._rows import from_rows, is_divided_by_type, rows_of, to_rows
+from dafjax.codecs._rows import (
+    from_rows,
+    is_divided_by_type,
+    rows_of,
+    rows_of_groups,
+    to_rows,
+)
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -214,6 +220,15 @@ class Affine(AbstractCodec):
         rows, _ = self.rows_and_columns(like.shape)
         return len(rows) > 1 and rows[0] == like.shape[0]
 
+    def packs_parts(self, like: Like, count: int) -> bool:
+        if not like.shape or like.shape[0] % count:
+            return False
+        there = like.shape[0] // count
+        whole = self.rows_and_columns(like.shape)
+        part = self.rows_and_columns((there, *like.shape[1:]))
+        are_rows = len(whole[0]) == len(part[0]) == 2
+        return are_rows and (whole[0][1], whole[1]) == (part[0][1], part[1])
+
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)
         (*count, size), columns = self.rows_and_columns(like.shape)
@@ -238,9 +253,11 @@ class Affine(AbstractCodec):
         """Returns the shape as rows, and the columns; 0 for groups within rows."""
         rows = rows_of(shape)
         if self.blocks == "columns" and len(shape) > 1:
-            for candidate in (rows, (math.prod(shape),)):
-                if num_positions(candidate[-1], shape[-1]) >= min(BLOCK_SIZES):
-                    return candidate, shape[-1]
+            if num_positions(rows[-1], shape[-1]) >= min(BLOCK_SIZES):
+                return rows, shape[-1]
+            joined = rows_of_groups(shape, self.block_size)
+            if num_positions(joined[-1], shape[-1]) >= min(BLOCK_SIZES):
+                return joined, shape[-1]
         return rows, 0
 
     def _rows_and_parameters(self, x: Array) -> tuple[Array, dict[str, Any]]:

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
-from dafjax._native._layout import TILE, num_tiles
+from dafjax._native._layout import TILE, folded_width, num_tiles
 from dafjax._typing import Array, Like
 
 
@@ -35,6 +35,22 @@ def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
             padded = num_tiles(length) * TILE
             if count % together == 0 and padded <= length * (1 + _MOST_PADDING):
                 return count // together, length
+    return (math.prod(shape),)
+
+
+def rows_of_groups(shape: Sequence[int], block_size: int) -> tuple[int, ...]:
+    """Returns the shape `[m, n]` of an array as rows made of whole channel groups.
+
+    A row is as many indices of the first dimension as one group of each channel has, so
+    that the backward pass can unpack some of the rows. It is the whole array, `[n]`, if
+    groups do not divide the first dimension.
+    """
+    width = folded_width(shape[-1])
+    count, size = shape[0], math.prod(shape[1:])
+    length = math.lcm(width * block_size, size) if size else 0
+    together = length // size if size else 0
+    if 0 < together < count and count % together == 0:
+        return count // together, length
     return (math.prod(shape),)
 
 
