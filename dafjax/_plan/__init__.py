@@ -1,1 +1,1 @@
-"""What is decided about a traced function: what is kept, in which codes, and why."""
+"""Decisions about a traced function: which values are stored, in which codes, why."""
