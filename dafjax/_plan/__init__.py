@@ -1,1 +1,1 @@
-"""Decisions about a traced function: which values are stored, in which codes, why."""
+"""Decides what a traced function stores for its backward pass, in which codes."""

@@ -180,8 +180,8 @@ def decide(
             total = totals.get(value)
             of_codes = total is not None and is_inexact(decisions[total.operand])
             if of_codes and not policy.saves_exactly(residual):
-                # A softmax denominator has hardly any noise, and the noise it has is
-                # that of its numerators.
+                # A softmax denominator has hardly any noise, and only noise that its
+                # numerators have too.
                 decisions[value] = Recompute()
                 known[value] = False
                 sources[value] = frozenset()

@@ -324,7 +324,7 @@ def _carry_split(
 
 
 def _widen(axes: _Axes, shape: tuple[int, ...], starts: Sequence[int]) -> _Axes | None:
-    """Returns the axes of an array, given those of a slice; None if none fit."""
+    """Returns the axes of an array, given the axes of a slice; None if none fit."""
     found = []
     for factors, length, start in zip(axes, shape, starts, strict=True):
         part = math.prod(n for n, _ in factors)

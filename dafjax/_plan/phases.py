@@ -23,7 +23,7 @@ from dafjax._trace.residuals import Program
 
 
 # A period as the sum of two terms. The first has eight binary digits, so its multiples
-# are exact up to 65536 periods: a phase has no error beyond that of the argument.
+# are exact up to 65536 periods: a phase has only the error of its argument.
 _PERIOD = 6.28125
 _REST_OF_PERIOD = 2 * math.pi - _PERIOD
 

@@ -117,9 +117,9 @@ class ProgramPlan:
     def weights_as_read(self) -> frozenset[int]:
         """The `whole_weights`, each replaced by its conversions if only these are read.
 
-        Float32 weights in a model that computes in bfloat16 are read so. Leaves out
-        weights that are only transposed and multiplied, such as a tied embedding table:
-        XLA:GPU reads them in the layout in which they are stored.
+        An example are float32 weights in a model that computes in bfloat16. Leaves out
+        weights that products read transposed only, such as a tied embedding table:
+        XLA:GPU reads these in their stored layout.
         """
         readers: dict[int, list[Equation]] = collections.defaultdict(list)
         for eqn in {*self.program.backward, *self.recomputed.values()}:

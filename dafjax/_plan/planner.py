@@ -71,8 +71,8 @@ def make_plan(
         function: Identifies the function. Default: its fingerprint.
         spares_bits: Whether small residuals get more bits. False where bits are
             allocated: planned bits are then bounds, and say how residuals are read.
-        nbits_beside: The bits that loops in other programs store. Residuals of this
-            program are small or large compared with the sum of these and their own.
+        nbits_beside: The bits that loops in other programs store. They add to the total
+            that small residuals may exceed by a 32nd.
 
     Returns:
         The plan.
@@ -319,7 +319,7 @@ def _find_forms(
             continue
         wanted = [extents[value]] if value in extents else []
         if value in channels and codec.blocks == "rows":
-            # Channels differ in scale consistently only once rows have the same scale.
+            # A scale per channel fits all rows only once rows have the same scale.
             wanted = wanted or [extent_of_rows(shape)]
             wanted.append(extent_of_channels(shape))
         if not all(extent.is_worth_a_scale for extent in wanted):
@@ -401,7 +401,7 @@ def _default_codec(
     has_channels: bool,
     rounding: Literal["stochastic", "dithered"] = "stochastic",
 ) -> Affine:
-    """Returns the codec for values for which a policy names none."""
+    """Returns the codec to use if a policy names none."""
     columns = Affine(bits=bits, blocks="columns", rounding=rounding)
     if has_channels and columns.has_full_columns(shape):
         return columns

@@ -191,9 +191,7 @@ class Pooling:
 
 
 def find_poolings(program: Program, activations: Container[int]) -> tuple[Pooling, ...]:
-    """Returns the poolings whose operand would be stored for the gradient alone.
-
-    The caller keeps other operands alive anyway.
+    """Returns the poolings whose gradient reads an operand that nothing keeps alive.
 
     Args:
         program: The function and its transpose.
@@ -267,7 +265,7 @@ def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
         found = call(
             windows.find_places, (operand,), bits, pooled[0] if pooled else gradient
         )
-        # Before the pooling, so that both read one array, even if a barrier follows.
+        # Before the pooling, so that both read one array, even across a barrier.
         forward.insert(_position(forward, pooled, operand), found)
         backward[backward.index(gradient)] = call(
             windows.scatter_to_places,
