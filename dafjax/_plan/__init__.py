@@ -1,1 +1,1 @@
-"""Decides what a traced function stores for its backward pass, in which codes."""
+"""Plans for traced functions: the stored values, their codes, and the reasons."""
