@@ -3,9 +3,10 @@
 A softmax is `exp(x) / sum(exp(x))`. If its backward pass reads the exponentials from
 codes but the exact sum, the shares of a row do not add up to 1. The part that all
 cotangents of the row have in common cancels in exact arithmetic; here it is multiplied
-by the difference from 1. If the sum is that of the dequantized exponentials, the shares
-add up to 1. (Fine-tuned RoBERTa, 2 bits: this halves the noise that the exponentials
-bring into the cotangents of queries.) And the exact sum need not be stored.
+by the difference from 1. If the sum is taken over the dequantized exponentials, the
+shares add up to 1. (Fine-tuned RoBERTa, 2 bits: this halves the noise that the
+exponentials bring into the cotangents of queries.) And the exact sum need not be
+stored.
 """
 
 import dataclasses

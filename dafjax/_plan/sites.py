@@ -1,4 +1,4 @@
-"""Residual ids: the names by which a store distinguishes the residuals of a plan."""
+"""Residual ids: a store distinguishes the residuals of a plan by these names."""
 
 import collections
 

@@ -81,7 +81,7 @@ def reads_packed(equation: Equation) -> tuple[int, ...]:
 
 
 def alive_values(graph: Graph, activations: Sequence[int]) -> set[int]:
-    """Returns the arguments that stay live, and values that follow cheaply from them."""
+    """Returns the live arguments, and the values that follow cheaply from them."""
     alive = set(range(graph.num_inputs)).difference(activations)
     for equation in graph.equations:
         if equation.rule.is_cheap and alive.issuperset(equation.input_values):
@@ -136,9 +136,9 @@ def _perturbed_values(graph: Graph, perturbed: Sequence[bool]) -> set[Atom]:
     """Returns the values that depend on arguments that are differentiated.
 
     JAX asks for the derivative of a body with some of its arguments perturbed, then
-    with more, then with the first set again. It takes the residuals of one derivative
-    for those of another. So the rule of a body always treats every argument as
-    perturbed that is perturbed in any of them.
+    with more, then with the first set again, and it mixes up the residuals of these
+    derivatives. So the rule of a body always treats every argument as perturbed that is
+    perturbed in any of them.
     """
     moving: set[Atom] = {n for n, moves in enumerate(perturbed) if moves}
     for eqn in graph.equations:

@@ -19,10 +19,11 @@ from dafjax._trace.sums import summing_rows
 
 
 def rows_read(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
-    """Returns, for each input, whether a row of the results reads only that row of it.
+    """Returns, for each input, whether each row of the results reads one row of it.
 
-    All rows read the whole of the other inputs. `None` if a result does not have
-    `num_rows` rows, or if one of its rows depends on several rows.
+    That is the row with the same index. All rows read the whole of the other inputs.
+    `None` if a result does not have `num_rows` rows, or if one of its rows depends on
+    several rows.
     """
     jaxpr = equation.jaxpr
     made = _made_of_rows(jaxpr, num_rows)
@@ -64,8 +65,8 @@ def evaluate_on_rows(
 def _made_of_rows(jaxpr: jex_core.Jaxpr, num_rows: int) -> set[Any] | None:
     """Returns the variables that have rows, including inputs that are read by rows.
 
-    `None` if a variable that should have rows has none, or if a row of one depends on
-    several rows of another.
+    `None` if an equation mixes rows or has several results, or if a variable is read
+    both by rows and whole.
     """
     whole: set[Any] = set()
     # A result can be an unchanged operand.
@@ -94,7 +95,7 @@ def _made_of_rows(jaxpr: jex_core.Jaxpr, num_rows: int) -> set[Any] | None:
 
 
 def _reads_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> list[bool] | None:
-    """Returns, for each operand, whether a row of the result reads only that row."""
+    """Returns, for each operand, whether each row of the result reads one row."""
     body = _body(eqn)
     if body is not None:
         made = _made_of_rows(body, num_rows)
