@@ -136,9 +136,9 @@ def _perturbed_values(graph: Graph, perturbed: Sequence[bool]) -> set[Atom]:
     """Returns the values that depend on arguments that are differentiated.
 
     JAX asks for the derivative of a body with some of its arguments perturbed, then
-    with more, then with the first set again, and it mixes up the residuals of these
-    derivatives. So the rule of a body always treats every argument as perturbed that is
-    perturbed in any of them.
+    with more, then with the first set again, and it uses the residuals of one
+    derivative in another. So the rule of a body treats every argument as perturbed that
+    is ever perturbed.
     """
     moving: set[Atom] = {n for n, moves in enumerate(perturbed) if moves}
     for eqn in graph.equations:

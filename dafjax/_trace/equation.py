@@ -105,7 +105,7 @@ class Equation:
     def written(self) -> jex_core.JaxprEqn | None:
         """The equation as JAX wrote it; `None` for a call of several operations.
 
-        A call of `call_equation` with a single operation stands for that operation.
+        A call that `call_equation` makes of one operation stands for that operation.
         """
         (eqn,) = self.jaxpr.eqns
         while eqn.primitive.name in _CALLS:

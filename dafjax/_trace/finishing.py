@@ -73,7 +73,7 @@ def finish_early(program: Program) -> Program:
 def _unrounded(program: Program, made: Sequence[Equation]) -> tuple[int, ...]:
     """Returns the values of a product and its epilogue before they become float32.
 
-    Returns none if the product has to round, or if its epilogue does not end in
+    Empty if the product cannot return float32, or if no epilogue converts it to
     float32.
     """
     product, *others = made

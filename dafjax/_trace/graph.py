@@ -68,7 +68,7 @@ class Graph:
     tokens: Mapping[int, Any]
 
     def type_of(self, value: int) -> Any:
-        """Returns the type of a value, with which functions of it are traced."""
+        """Returns the type to trace functions of a value with."""
         return self.tokens.get(value, self.avals[value])
 
 
@@ -112,10 +112,10 @@ def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
 
 
 def stopped_outputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
-    """Returns, for each output, whether `stop_gradient` keeps all gradients from it.
+    """Returns, for each output, whether no gradient reaches it, whatever the arguments.
 
-    JAX knows this for a program of operations, but not for a function with a derivative
-    rule.
+    `jax.lax.stop_gradient` stops gradients. JAX knows this for an output of operations,
+    but not for an output of a function with a derivative rule.
     """
     graph = flatten(closed, is_differentiated=False)
     has_gradient = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in graph.avals]

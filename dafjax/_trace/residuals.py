@@ -73,7 +73,7 @@ class Program:
         return self.nbytes(value) > _SMALL_NBYTES
 
     def residuals(self) -> tuple[int, ...]:
-        """Returns the values of the forward pass that the backward pass reads."""
+        """Returns the forward pass's values that the backward pass reads, in order."""
         made = {value for eqn in self.backward for value in eqn.outputs}
         made.update(self.cotangents)
         read = {value for eqn in self.backward for value in eqn.input_values}
