@@ -91,9 +91,9 @@ class _Noise:
         return _Noise(self.values, frozenset([part]), self.wholes | {part})
 
     def shared_with(self, other: "_Noise") -> frozenset[int]:
-        """Returns the parts of either one whose noise, or a slice's, the other has.
+        """Returns the parts whose noise both have.
 
-        In these parts, both have the same noise.
+        A part of one counts if the other has the noise of it or of a slice of it.
         """
         return (self.parts & other.wholes) | (other.parts & self.wholes)
 
