@@ -1,1 +1,1 @@
-"""What is decided about a traced function: what is kept, in which codes, and why."""
+"""Plans for traced functions: the stored values, their codes, and the reasons."""

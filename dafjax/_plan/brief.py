@@ -1,9 +1,10 @@
-"""Which residuals wait only while a program needs far less memory than at its peak.
+"""Finds short-lived residuals: stored only while live memory is far below its peak.
 
-XLA gives a program one piece of memory, as large as what is alive at its peak. What is
-kept of the late layers of a convolutional network, whose values are small, is packed
-after the early ones have run and is read before their cotangents are made: it waits in
-memory that is there for the early layers. Anywhere else it would cost its bytes.
+XLA gives a program one piece of memory, as large as the live values at the peak. The
+late layers of a convolutional network have small values. Their residuals are packed
+after the early layers have run, and read before the cotangents of the early layers are
+computed. So these residuals fit into memory that the program has for the early layers.
+Anywhere else they would cost their bytes.
 """
 
 import itertools
@@ -15,20 +16,22 @@ from dafjax._trace.graph import live_equations
 from dafjax._trace.tracing import largest_nbytes
 
 
-# So much of the largest value, of which a step has some three at its peak, is the most
-# that may be made while brief residuals wait, and the most that they take together.
+# Limit, as a fraction of the largest value, on every value made while short-lived
+# residuals are stored, and on the total size of these residuals. (At its peak, a step
+# holds about three values of the largest size.)
 _FAR_LESS = 1 / 2
 
 
 def find_brief(plan: ProgramPlan) -> frozenset[int]:
     """Returns the residuals in inexact codes beside which no large value is made.
 
-    None of a function whose results, arguments left out, are together as large: what
-    they are for may need much memory before the backward pass begins.
+    Returns none if the results of the function, without returned arguments, together
+    exceed the limit: their readers may need much memory before the backward pass
+    begins.
 
     Args:
-        plan: What is kept of a function whose backward pass follows its forward pass,
-            as it does not in the body of a loop.
+        plan: The plan of a function whose backward pass follows its forward pass. (The
+            body of a loop is no such function.)
     """
     program = plan.program
     kept = {
@@ -42,7 +45,7 @@ def find_brief(plan: ProgramPlan) -> frozenset[int]:
         program.forward, (*results, *(item.value for item in plan.kept))
     )
     expensive = (eqn for eqn in forward if not eqn.rule.is_cheap)
-    # What is cheap, or in a loop, may never be there as a whole.
+    # Cheap results, and values inside a loop, may never be in memory as a whole.
     largest = max(
         (program.nbytes(v) for eqn in expensive for v in eqn.outputs), default=0
     )
@@ -64,10 +67,10 @@ def find_brief(plan: ProgramPlan) -> frozenset[int]:
 
 
 def _largest_until_last_read(plan: ProgramPlan) -> dict[int, int]:
-    """Returns, for each value that is restored, the bytes of what is made by then.
+    """Returns, for each restored value, the bytes of the largest value made by then.
 
-    Those of the largest value that the backward pass has computed, or restored, when it
-    reads the value for the last time.
+    "By then" is the last use of the restored value. Counts the values that the backward
+    pass has computed or restored.
     """
     program = plan.program
     gradients = values_of(program.gradients)
@@ -80,7 +83,7 @@ def _largest_until_last_read(plan: ProgramPlan) -> dict[int, int]:
     )
     largest = list(itertools.accumulate(of_each, max))
     found: dict[int, int] = {}
-    # What is restored first in the reverse order is read there for the last time.
+    # In reverse order, the first read of a value is its last use.
     last_reads = _restored_first(plan, reversed(reads))
     for nbytes, new in zip(reversed(largest), last_reads, strict=True):
         found.update(dict.fromkeys(new, nbytes))
@@ -90,7 +93,7 @@ def _largest_until_last_read(plan: ProgramPlan) -> dict[int, int]:
 def _restored_first(
     plan: ProgramPlan, reads: Iterable[Iterable[int]]
 ) -> Iterator[list[int]]:
-    """Yields what is unpacked or recomputed for each read, and was for none before."""
+    """Yields, for each read, the values that it is the first to unpack or recompute."""
     in_codes = {item.value for item in plan.kept if item.codec is not None}
     known: set[int] = set()
     for wanted in reads:

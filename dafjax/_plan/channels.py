@@ -1,12 +1,12 @@
-"""Which values have channels that differ: where blocks of columns pay.
+"""Finds values whose channels differ, so that per-channel quantization groups pay.
 
-A convolution or a product with weights makes each channel with weights of its own, so
-that channels differ in mean and size, and so do sums and other elementwise functions of
-them. Codes of one channel's values are then more accurate than codes of a stretch of
-all channels, at the same bits: by 2 to 3 dB for the outputs of convolutions, the hidden
-values of an MLP and the residual stream of a transformer; for attention probabilities,
-whose last axis is no channel, they are worse by 8 dB and more
-(`benchmarks/block_layout.py`).
+A convolution or a product with weights computes each channel with its own weights. So
+channels differ in mean and size, also in sums and other elementwise functions of such
+values. At the same number of bits, quantization groups within one channel are then more
+accurate than groups that run across the channels: by 2 to 3 dB for the outputs of
+convolutions, the hidden values of an MLP and the residual stream of a transformer. For
+attention probabilities, whose last axis does not hold channels, they are worse by 8 dB
+and more (`benchmarks/block_layout.py`).
 """
 
 from collections.abc import Container
@@ -17,15 +17,16 @@ from dafjax._trace.rules import Elements, Error
 
 
 def find_channels(program: Program, activations: Container[int]) -> frozenset[int]:
-    """Returns the values whose last axis is that of channels.
+    """Returns the values whose last axis holds channels.
 
     Args:
         program: The function.
-        activations: Its arguments that are values of a layer before. By the convention
-            of Flax and others their last axis is that of channels.
+        activations: Its arguments that come from an earlier layer. By the convention of
+            Flax and others, their last axis holds channels.
     """
     found = {v for v in range(program.num_arguments) if v in activations}
-    # What follows cheaply from other arguments: weights, and the data of a first layer.
+    # Values that follow cheaply from the other arguments: from weights, or from the
+    # data that a first layer reads.
     given = set(range(program.num_arguments)) - found
     for eqn in program.forward:
         if eqn.rule.is_cheap and given.issuperset(eqn.input_values):
@@ -44,7 +45,7 @@ def find_channels(program: Program, activations: Container[int]) -> frozenset[in
 
 
 def _keeps_channels(eqn: Equation) -> bool:
-    """Returns whether a result of the operands' shape has the operands' channels."""
+    """Returns whether a result with its operands' shape also has their channels."""
     is_continuous = eqn.rule.is_elementwise and eqn.rule.error <= Error.CONTINUOUS
     return is_continuous or Elements.PLACED in eqn.rule.elements
 

@@ -1,4 +1,4 @@
-"""What a policy decides about each value, within what is possible at all."""
+"""Asks a policy about each value, and corrects decisions that are impossible."""
 
 from collections.abc import Collection, Container, Mapping
 from typing import Any
@@ -42,13 +42,13 @@ def decide(
 ) -> dict[int, Decision]:
     """Asks the policy about every value `wanted` could be recomputed from.
 
-    Values are asked about in the order in which they are made, so that `known` and
-    `sources` of a value's operands are settled before it; not those that are `decided`.
-    Those of `instead` are recomputed by the equations that it has for them.
+    Asks about values in the order of computation, so that `known` and `sources` of a
+    value's operands are settled before the value. Does not ask about values in
+    `decided`. For a value in `instead`, recomputation uses the equation given there.
     """
     decisions: dict[int, Decision] = {}
     known: dict[int, bool] = {}
-    # What follows from keys, by drawing and by cheap operations alone.
+    # Values that follow from keys by random draws and cheap operations alone.
     drawn: set[int] = set()
     most_products = max(
         (e.num_products for e in program.forward if e.rule.is_product), default=1
@@ -57,13 +57,14 @@ def decide(
     def cost_of_draw(value: int) -> float:
         return program.avals[value].size * _PRODUCTS_OF_DRAW / most_products
 
-    # The values in inexact codes that recomputing a value unpacks; or itself
+    # For each value, the values in inexact codes that recomputing it unpacks. If it is
+    # itself stored in inexact codes: the value alone.
     sources: dict[int, frozenset[int]] = {}
-    # Arguments and parts of them, which are the same to the last bit.
+    # Arguments and parts of them. The backward pass reads them with the same bits.
     still = set(range(program.num_arguments)).difference(activations)
-    # What is recomputed by way of an exponential or the like.
+    # Values whose recomputation runs an exponential or a similar function.
     amplified: set[int] = set()
-    # What is recomputed by way of a matrix product.
+    # Values whose recomputation runs a matrix product.
     multiplied: set[int] = set()
 
     exact = {
@@ -72,11 +73,11 @@ def decide(
         if eqn.rule.error is Error.SEARCHES
         for value in eqn.input_values
     }
-    # A code near 0 may stand for 0.
+    # Divisors must be exact: a code near 0 may decode to 0.
     exact.update(eqn.divisor for eqn in program.backward if eqn.divisor is not None)
     steering = find_steering(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
-    # They have the names of values that the user has named, and are others.
+    # Range-reduced arguments have the names of the user's values, but are other values.
     phases = {v for eqn in instead.values() for v in eqn.input_values}
 
     def settle(
@@ -151,7 +152,7 @@ def decide(
         moves = eqn.rule.keeps_magnitudes or eqn.rule.slices
         if moves and still.issuperset(inputs):
             still.update(eqn.outputs)
-        # Values that are computed again can round otherwise, and are equal no longer.
+        # Recomputed values can round differently, and then compare differently.
         flips = eqn.rule.error is Error.FLIPS and any(
             v not in still and jnp.issubdtype(program.avals[v].dtype, jnp.inexact)
             for v in inputs
@@ -179,7 +180,8 @@ def decide(
             total = totals.get(value)
             of_codes = total is not None and is_inexact(decisions[total.operand])
             if of_codes and not policy.saves_exactly(residual):
-                # It has hardly any noise, and what there is is that of its shares.
+                # A softmax denominator has hardly any noise, and only noise that its
+                # numerators have too.
                 decisions[value] = Recompute()
                 known[value] = False
                 sources[value] = frozenset()
@@ -195,9 +197,9 @@ def decide(
     return decisions
 
 
-# To draw a number takes the time of so many multiplications of a product. (A normal
-# number on two cores with AVX2: 13 ns; a multiplication of a product of matrices of
-# width 256 to 1024: 0.1 to 0.024 ns.)
+# The time to draw one number, in multiplications of a matrix product. (On two cores
+# with AVX2, a normal number takes 13 ns. A multiplication takes 0.1 to 0.024 ns in
+# products of matrices of width 256 to 1024.)
 _PRODUCTS_OF_DRAW = 200
 
 
@@ -207,7 +209,10 @@ def packings_of_places(
     activations: Container[int],
     iterations: int,
 ) -> dict[Pooling, Decision]:
-    """Asks the policy which poolings are to note places: those that it would pack."""
+    """Asks the policy which poolings store argmax indices.
+
+    These are the poolings whose indices the policy compresses exactly.
+    """
     packings: dict[Pooling, Decision] = {}
     for pooling in find_poolings(program, activations):
         places = Residual(
@@ -222,7 +227,7 @@ def packings_of_places(
             names=names_of_place(pooling.gradient.place),
             program=program.fingerprint,
             number=pooling.value,
-            # A policy that saves all that is pooled leaves the search to JAX.
+            # A policy that saves all pooling operands leaves the search to JAX.
             operations=_made_by(pooling.gradient),
         )
         decision = policy(places)
@@ -232,7 +237,7 @@ def packings_of_places(
 
 
 def _named_by(program: Program, value: int) -> tuple[Operation, ...]:
-    """Returns the operations of `checkpoint_name`, of which tags are left."""
+    """Returns the `checkpoint_name` operations of a value, rebuilt from its tags."""
     names = names_of_user(program.tags.get(value, ()))
     return tuple(naming(program.avals[value], name) for name in names)
 
@@ -249,9 +254,10 @@ def is_inexact(decision: Decision) -> bool:
 
 
 def _only_pads(decision: Decision, residual: Residual) -> bool:
-    """Returns whether a code of a value, of however few bits, is no smaller than it.
+    """Returns whether codes of a value, even of 1 bit, take no less memory than it.
 
-    Such a value is exact: nothing is gained by recomputing others from it.
+    Such a value is saved as it is: codes of it, to recompute other values from, would
+    gain nothing.
     """
     if decision != Compress() or not residual.is_floating:
         return False

@@ -1,11 +1,11 @@
-"""Over which part of a value a later statistic normalizes it.
+"""Finds the part of each value over which a later statistic normalizes it.
 
-A layer norm divides each row by its own scale, a batch norm each channel, a norm of
-queries each head. Rounding noise is as large as the range of a quantization group. A
-group that holds several rows gives all of them the noise of the largest; the norm then
-divides a small row, and its noise, by the scale of the small row alone. So a group must
-not mix rows that a norm keeps apart. This module finds, for each value, the axes that
-norms reduce. Each index of the other axes has a scale of its own.
+A layer norm divides each row by its own scale, a batch norm each channel, a query norm
+each head. Rounding noise grows with the range of a quantization group. If a group holds
+several rows, all of them get the noise of the largest row; the norm then divides a
+small row, and its noise, by the scale of the small row alone. So a group must not mix
+rows that a norm keeps apart. This module finds, for each value, the axes that norms
+reduce. Each index of the other axes has a scale of its own.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _Axes: TypeAlias = tuple[tuple[_Factor, ...], ...]
 # A value, and some of its axes.
 _Reduction: TypeAlias = tuple[int, tuple[int, ...]]
 
-# A scale of one byte for fewer elements would cost more than a bit an element.
+# For fewer elements, a scale of one byte would cost more than 1 bit per element.
 _FEWEST = 8
 
 
@@ -101,8 +101,8 @@ def extent_of_channels(shape: tuple[int, ...]) -> Extent:
 def find_extents(program: Program) -> dict[int, Extent]:
     """Returns the extent of every value that the program normalizes later.
 
-    That is what a statistic is of that divides, and what is scaled by such a statistic.
-    Of several extents the smallest counts.
+    A value has an extent if some statistic of it divides, or if such a statistic scales
+    it. Of several extents, the smallest counts.
     """
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
     statistics, scales = _statistics_that_divide(program)
@@ -115,7 +115,7 @@ def find_extents(program: Program) -> dict[int, Extent]:
 
 
 def _scaled(program: Program, scales: Container[int]) -> Iterator[_Reduction]:
-    """Yields the values that are multiplied with scales, and axes of one scale each."""
+    """Yields each value that scales multiply or divide, and the axes of one scale."""
     for eqn in program.forward:
         if eqn.primitive not in ("mul", "div"):
             continue
@@ -138,7 +138,7 @@ def _follow(
     extent: Extent,
     found: dict[int, Extent],
 ) -> None:
-    """Notes the extent of a value, and of all that the value is made of cheaply."""
+    """Notes the extent of a value, and of the values it is cheaply computed from."""
     stack = [(value, extent)]
     while stack:
         value, extent = stack.pop()
@@ -157,7 +157,7 @@ def _follow(
             stack.extend(_operands(program, producers, eqn, value, extent))
 
 
-# Their results have one scale.
+# All results of these primitives have the same scale.
 _BOUNDED = frozenset(["bounded_exp", "exp", "logistic", "tanh"])
 
 
@@ -206,14 +206,15 @@ def _statistics_that_divide(
 ) -> tuple[list[_Reduction], frozenset[int]]:
     """Returns the reductions whose results, or cheap functions of them, divide.
 
-    Of each the value that it reduces, and the axes; and their results, and all that
-    follows from them before it is spread.
+    Returns two things: for each such reduction, the value that it reduces and the
+    reduced axes; and the set of all results, with the values that follow from them
+    before they are broadcast to more elements.
     """
     readers: dict[int, list[Equation]] = {}
     for eqn in program.forward:
         for value in eqn.input_values:
             readers.setdefault(value, []).append(eqn)
-    # How few elements each value is made of.
+    # The number of elements that each value is computed from, before broadcasts.
     sizes = {v: math.prod(aval.shape) for v, aval in enumerate(program.avals)}
     for eqn in program.forward:
         if eqn.primitive in _SPREADING or eqn.rule.is_elementwise:
@@ -323,14 +324,14 @@ def _carry_split(
 
 
 def _widen(axes: _Axes, shape: tuple[int, ...], starts: Sequence[int]) -> _Axes | None:
-    """Returns the axes of an array of which a slice has some axes, or None."""
+    """Returns the axes of an array, given the axes of a slice; None if none fit."""
     found = []
     for factors, length, start in zip(axes, shape, starts, strict=True):
         part = math.prod(n for n, _ in factors)
         if part == length:
             found.append(factors)
             continue
-        # The factors behind the first one repeat along the whole axis.
+        # The factors after the first one repeat along the whole axis.
         first, *rest = factors if not factors[0][1] else ((1, False), *factors)
         unit = math.prod(n for n, _ in rest)
         if length % unit or start % unit:
@@ -340,7 +341,7 @@ def _widen(axes: _Axes, shape: tuple[int, ...], starts: Sequence[int]) -> _Axes 
 
 
 def _regroup(factors: Iterable[_Factor], shape: tuple[int, ...]) -> _Axes | None:
-    """Returns factors in order, divided among the axes of a shape, or None."""
+    """Returns the factors, in order, as axes of a shape; None if they do not fit."""
     remaining = [factor for factor in factors if factor[0] != 1][::-1]
     axes = []
     for length in shape:

@@ -1,13 +1,13 @@
-"""How residuals in codes are read: linearly, nonlinearly, or amplified.
+"""Finds how the backward pass reads residuals: linearly, nonlinearly or amplified.
 
-Rounding noise has mean 0. What is linear in a value with such noise has its mean right,
-whatever the noise; what is not linear, as the derivative of a GELU, has a bias that
-grows with the square of the noise. Such residuals need more bits; most of all those
-that an exponential is taken of.
+Rounding noise has mean 0. A function that is linear in a noisy value has the right
+mean, however large the noise. A nonlinear function, such as the derivative of a GELU,
+has a bias that grows with the square of the noise. Residuals that are read nonlinearly
+need more bits, and operands of exponentials need most.
 
-The product of two values is linear in each as long as their noise is not the same. The
-noise of a value is where the value is: in another slice of it there is other noise, and
-a sum over many elements has little of each.
+The product of two values is linear in each, unless both have the same noise. Noise
+belongs to elements: two slices of a value have different noise, and a sum over many
+elements has little of the noise of each.
 """
 
 import dataclasses
@@ -20,24 +20,24 @@ from dafjax._trace.residuals import Program
 from dafjax._trace.rules import Combines, Error
 
 
-# So many elements together have hardly the noise of one. (Of a norm over 48 channels,
-# one of them large, the mean of 16 gradients was off by 0.9 of the norm.)
+# A sum over this many elements has hardly any noise of a single one. (For a norm over
+# 48 channels, one of them large, the mean of 16 gradients was off by 0.9 of the norm.)
 _MANY = 64
 
 
 def find_uses(
     program: Program, recomputed: Mapping[int, Equation], inexact: Iterable[int]
 ) -> dict[int, Use]:
-    """Returns how what the backward pass computes depends on each value in codes.
+    """Returns how results of the backward pass depend on each value in codes.
 
     Args:
         program: The function and its transpose.
-        recomputed: For every value that the backward pass computes again, how.
-        inexact: The values that it unpacks with an error.
+        recomputed: For every value that the backward pass recomputes, its equation.
+        inexact: The values that the backward pass unpacks with an error.
     """
     follower = _Follower(inexact)
     for eqn in dict.fromkeys(recomputed[value] for value in sorted(recomputed)):
-        # What sums many has hardly any noise.
+        # A sum over many elements has hardly any noise.
         noise = _NO_NOISE if eqn.primitive == "sum_of_codes" else follower.read(eqn)
         values = [value for value in eqn.outputs if value in recomputed]
         if eqn.rule.slices:
@@ -62,15 +62,15 @@ def find_uses(
 class _Noise:
     """The noise that a value has.
 
-    It is that of values in codes, or of parts of what has such noise, or of parts of
-    parts. On how many ways a part is one of a value in codes does not matter: whatever
-    has its noise has that of all ways. They are not told apart, as there are very many
-    where a value is cut and put together again and again.
+    The noise comes from values in codes, from slices (parts) of noisy values, or from
+    slices of slices. A slice can come from a value in codes along several paths. The
+    paths are not distinguished: a value with the noise of the slice has it from all
+    paths, and repeated slicing and concatenation makes very many of them.
 
     Attributes:
-        values: The values in codes that it comes from.
-        parts: What it is the noise of: values in codes, and parts by their numbers.
-        wholes: These, and all that they are parts of.
+        values: The values in codes that the noise comes from.
+        parts: The values that have this noise: values in codes, and slices, by number.
+        wholes: The `parts`, and all values that they are slices of.
     """
 
     values: frozenset[int] = frozenset()
@@ -85,15 +85,15 @@ class _Noise:
         )
 
     def of_part(self, part: int) -> "_Noise":
-        """Returns the noise of a part of what has this noise."""
+        """Returns the noise of a slice of a value with this noise."""
         if not self.values:
             return self
         return _Noise(self.values, frozenset([part]), self.wholes | {part})
 
     def shared_with(self, other: "_Noise") -> frozenset[int]:
-        """Returns the parts of each that the other has noise of, or of a part of.
+        """Returns the parts whose noise both have.
 
-        They are where the noise of both is the same.
+        A part of one counts if the other has the noise of it or of a slice of it.
         """
         return (self.parts & other.wholes) | (other.parts & self.wholes)
 
@@ -102,7 +102,7 @@ _NO_NOISE = _Noise()
 
 
 class _Follower:
-    """Follows noise from value to value, and notes where it is not read linearly."""
+    """Follows noise from value to value, and notes how equations read it."""
 
     def __init__(self, inexact: Iterable[int]) -> None:
         self.uses = dict.fromkeys(inexact, Use.LINEAR)
@@ -111,7 +111,7 @@ class _Follower:
     def read(self, eqn: Equation, cotangents: Container[int] = ()) -> _Noise:
         """Notes how an equation reads its operands; returns the noise in them.
 
-        Whatever it is, it is linear in each cotangent.
+        Every equation is linear in each cotangent.
         """
         atoms = eqn.operand_atoms
         operands = self._noise_of(atoms)
@@ -129,7 +129,7 @@ class _Follower:
             if number not in linear and not is_cotangent:
                 self._note(found, use)
             elif multiplies:
-                # A part has the number of the value that was made by cutting it out.
+                # The number of a part is the number of the value that the slice made.
                 for part in together.shared_with(found):
                     self._note(self.noise[part], use)
             together |= found

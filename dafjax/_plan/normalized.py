@@ -1,4 +1,4 @@
-"""Values that a norm reads are stored at one scale, with the scale beside them.
+"""Stores values that a norm reads at one scale, and stores the scale beside them.
 
 Quantization groups would mix rows, heads or channels that a later norm keeps apart
 (`extents.py`). So the forward pass makes a normalized copy of the value: it subtracts
@@ -35,8 +35,8 @@ class Form:
 
     Attributes:
         extents: The extents that have a scale of their own, the first one first.
-        limit: The magnitude at which the value is cut off, as all its readers in the
-            backward pass are constant beyond. Infinite if it is not cut off.
+        limit: The magnitude at which the value is cut off, because all its readers in
+            the backward pass are constant beyond it. Infinite if it is not cut off.
     """
 
     extents: tuple[Extent, ...] = ()
@@ -49,11 +49,11 @@ class Normalized:
     """One value and its normalized copy.
 
     Attributes:
-        copies: The number of the copy; of a complex value, of its real part and of its
-            imaginary part.
+        copies: The number of the copy. For a complex value, the numbers of two copies:
+            of the real and of the imaginary part.
         statistics: The numbers of means and scales.
-        equations: The equations that make all of these.
-        recompute: The equation that recomputes the value from them.
+        equations: The equations that compute the copies and statistics.
+        recompute: The equation that recomputes the value from these.
     """
 
     copies: tuple[int, ...]
@@ -72,8 +72,8 @@ def with_copies(
         forms: The form of each of these values.
 
     Returns:
-        The program with the copies, which have no reader yet; and the copies by the
-        values that they stand for.
+        The program with the copies, which only saturating functions read yet; and the
+        copies, by the values that they stand for.
     """
     avals, tags = list(program.avals), dict(program.tags)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
@@ -85,8 +85,8 @@ def with_copies(
         tags.update((copy, tags.get(value, ())) for copy in copies[value].copies)
     of_arguments = (v for v in copies if v < program.num_arguments)
     forward = [eqn for v in of_arguments for eqn in copies[v].equations]
-    # A function that saturates gives the same for the copy, which is cut off. It reads
-    # the copy, so that the value itself is not live any longer.
+    # A saturating function has the same result for the copy, which is cut off. It reads
+    # the copy, so that the value itself is no longer live.
     limited = [v for v, form in forms.items() if form.limit < math.inf]
     cut_off = {v: copies[v].copies[0] for v in limited}
     for eqn in program.forward:
@@ -118,7 +118,7 @@ def mixes(extent: Extent, shape: tuple[int, ...], codec: Affine) -> bool:
 
 
 def limit_in_codes(limit: float, bits: int) -> float:
-    """Returns where to cut off, for codes a step below it to be beyond a limit."""
+    """Returns the cut-off magnitude whose next lower code is still at the limit."""
     steps = 2**bits - 1
     return limit * steps / (steps - 2) if steps > 2 else math.inf
 
@@ -128,7 +128,7 @@ def _normalize(
 ) -> Normalized:
     dtype = jnp.dtype(avals[value].dtype)
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    # What statistics and scaling are computed in.
+    # The dtype for statistics and scaling.
     wide = jnp.float64 if jnp.finfo(dtype).bits == 64 else jnp.float32
     take_parts = (lax.real, lax.imag) if is_complex else (_itself,)
     statistics: list[int] = []
@@ -198,7 +198,7 @@ def _normalize(
         scaled = part.astype(wide)
         for scale in reversed(scales):
             scaled = scale.multiply(scaled, found)
-        # A code may stand for a little more than the largest value of the dtype.
+        # A code may decode to slightly more than the largest value of the dtype.
         most = jnp.finfo(dtype).max.astype(wide)
         return jnp.where(jnp.isfinite(part), jnp.clip(scaled, -most, most), scaled)
 
@@ -224,8 +224,8 @@ class _Scale:
 
     Attributes:
         extent: The extent.
-        places: Where its statistics are among all of them: a mean, if the extent is
-            centered, and a scale.
+        places: The indices of its statistics among all statistics: of a mean, if the
+            extent is centered, and of a scale.
     """
 
     extent: Extent
@@ -264,9 +264,9 @@ def _mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 def _half_octaves(parts: Sequence[jax.Array], axes: tuple[int, ...]) -> jax.Array:
     """Returns twice the logarithm of the scale of the finite elements, rounded.
 
-    For float32 the scale is the root mean square, and the logarithm from -128 to 127. A
-    scale beyond does no harm, for codes have ranges of their own. For float64 the scale
-    is the largest magnitude, so that scaled values are in the range of float32.
+    For float32, the scale is the root mean square, and the result is clipped to -128
+    to 127. Clipping does no harm, because codes have ranges of their own. For float64,
+    the scale is the largest magnitude, so that scaled values fit the range of float32.
     """
     finite = [jnp.where(jnp.isfinite(x), x, 0) for x in parts]
     info = jnp.finfo(finite[0].dtype)

@@ -1,9 +1,9 @@
-"""Values of which many elements are at one end of their range, or near it.
+"""Finds values with many elements at or near one end of their range.
 
-So are the results of ReLUs, masks, and exponentials of scores less their maximum.
-Stochastic rounding keeps the least value of a block exact and has little noise near it.
-Dithered rounding has the same noise everywhere: half of what stochastic rounding has
-where elements are spread over the range.
+Examples are results of ReLUs, masks, and exponentials of scores less their maximum.
+Stochastic rounding keeps the least value of a quantization group exact and has little
+noise near it. Dithered rounding has the same noise everywhere. Where elements are
+spread over the range, it has half the noise of stochastic rounding.
 """
 
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ def find_one_sided(program: Program) -> frozenset[int]:
     found: set[int] = set()
 
     def is_at_an_end(value: int) -> bool:
-        # Booleans and integers have few values.
+        # Booleans and integers take few different values.
         dtype = program.avals[value].dtype
         return value in found or not jnp.issubdtype(dtype, jnp.inexact)
 
     for eqn in program.forward:
-        # Scalars are factors and the like.
+        # Scalars, such as constant factors, do not count.
         operands = [v for v in eqn.input_values if program.avals[v].size > 1]
         all_are = bool(operands) and all(map(is_at_an_end, operands))
         if eqn.rule.ends_given(all_are):

@@ -1,11 +1,12 @@
-"""Sines and cosines, recomputed from the phase of their argument.
+"""Recomputes sines and cosines from their range-reduced argument, the phase.
 
-What a sine reads may be many periods long, as positions encoded in many frequencies
-are, or the layers of a network of sines. A step of a code that spans it all is then
-longer than a period, and the sine of what is restored tells nothing. (Fourier features
-at 2 bits: a bias of 0.71 of the gradient's norm.) Only the phase matters, the argument
-less whole periods: it is what is kept, and as its range is at most one period, a step
-of a code is a small part of that. Both the sine and the cosine come of the same phase.
+The argument of a sine may span many periods, as in positional encodings with many
+frequencies or in networks of sines. A quantization step over this range is then longer
+than a period, and the sine of the restored argument is meaningless. (Fourier features
+at 2 bits: a bias of 0.71 of the gradient's norm.) Only the phase matters: the argument
+less whole periods. The forward pass stores the phase. Its range is at most one period,
+so a quantization step is a small part of a period. The sine and the cosine of an
+argument are both recomputed from the same phase.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ from dafjax._trace.equation import Equation, call_equation
 from dafjax._trace.residuals import Program
 
 
-# A period in two terms. The first has eight binary digits, so that its multiples are
-# exact up to 65536 periods: what is left of an argument has no error but its own.
+# A period as the sum of two terms. The first has eight binary digits, so its multiples
+# are exact up to 65536 periods: a phase has only the error of its argument.
 _PERIOD = 6.28125
 _REST_OF_PERIOD = 2 * math.pi - _PERIOD
 
@@ -32,12 +33,13 @@ _DTYPES = ("float32", "bfloat16", "float16")
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class WithPhases:
-    """A program that makes the phases of what sines and cosines read.
+    """A program that computes the phases of the arguments of sines and cosines.
 
     Attributes:
-        program: It.
+        program: The program.
         phases: The values that are phases.
-        sines: How each sine and cosine is computed from a phase, by its value.
+        sines: The equation that computes each sine or cosine from a phase, by the
+            number of its result.
     """
 
     program: Program
@@ -46,9 +48,9 @@ class WithPhases:
 
 
 def note_phases(program: Program) -> WithPhases:
-    """Lets the forward pass make phases, beside what it computes without them.
+    """Adds the computation of phases to the forward pass.
 
-    A phase has the names of the argument that it is kept in place of.
+    A phase has the names of its argument, which it replaces in storage.
     """
     avals, tags = list(program.avals), dict(program.tags)
     forward: list[Equation] = []
@@ -87,7 +89,7 @@ def note_phases(program: Program) -> WithPhases:
 def without_phases(
     program: Program, phases: Container[int], kept: Container[int]
 ) -> Program:
-    """Returns the program without the phases that are not kept."""
+    """Returns the program without the phases that are not stored."""
     forward = tuple(
         eqn
         for eqn in program.forward
@@ -97,7 +99,7 @@ def without_phases(
 
 
 def phase(x: jax.Array) -> jax.Array:
-    """Returns arguments of a sine less whole periods: from -pi to pi."""
+    """Returns the arguments of a sine less whole periods: from -pi to pi."""
     wide = x.astype(jnp.float32)
     periods = jnp.round(wide * (0.5 / math.pi))
     return (wide - periods * _PERIOD - periods * _REST_OF_PERIOD).astype(x.dtype)
@@ -106,7 +108,7 @@ def phase(x: jax.Array) -> jax.Array:
 def _argument_of_sine(
     eqn: Equation, avals: Sequence[jax.core.ShapedArray]
 ) -> int | None:
-    """Returns what a sine or a cosine of packable numbers reads."""
+    """Returns the argument of a sine or cosine, if its dtype can be packed."""
     if eqn.primitive not in ("cos", "sin"):
         return None
     (operand,) = eqn.input_values or (None,)

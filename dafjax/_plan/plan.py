@@ -1,4 +1,4 @@
-"""What is kept of one traced function, and how: its plan, with bytes."""
+"""The plan of one traced function: which values are stored, how, in how many bytes."""
 
 import collections
 import dataclasses
@@ -15,21 +15,21 @@ from dafjax.codecs import AbstractCodec
 @final
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """One value that waits for the backward pass.
+    """One value that is saved for the backward pass.
 
     Attributes:
-        program: The fingerprint of the program it is made in.
+        program: The hash of the program that computes it.
         value: Its number there.
         shape: Its shape.
         dtype: Its dtype.
-        codec: How it is packed; `None` if it is kept as it is.
-        name: Where in the model it is made.
-        primitive: What makes it.
+        codec: How it is packed; `None` if it is saved as it is.
+        name: The place in the model that computes it.
+        primitive: The primitive that computes it.
         source: The user's line that it comes from.
-        is_packed: Whether it was packed where it was made: in the body of a loop or a
-            branch, which has a plan of its own.
-        stands_for: Of a normalized copy, the value that the plan decides about.
-        sharding: How devices divide it, on meshes with explicit axes.
+        is_packed: Whether it is already packed where it is computed: in the body of a
+            loop or a branch, which has a plan of its own.
+        stands_for: For a normalized copy, the value that the plan decides about.
+        sharding: How it is divided among devices, on meshes with explicit axes.
     """
 
     program: str
@@ -56,7 +56,7 @@ class Kept:
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes while it waits."""
+        """Bytes while it is stored."""
         if self.codec is None:
             return self.raw_nbytes
         return self.codec.packed_nbytes(self.like)
@@ -74,18 +74,18 @@ class ProgramPlan:
 
     Attributes:
         program: The function.
-        fingerprint: That of the function before poolings were rewritten.
-        function: What tells the function from others, whatever bits codes have.
-        kept: What is kept, in the order in which it is made. Everything else that the
-            backward pass needs is an argument or recomputed.
+        fingerprint: The hash of the function before poolings were rewritten.
+        function: Identifies the function, independently of the bits of codes.
+        kept: The saved values, in the order of their computation. Everything else that
+            the backward pass needs is an argument or recomputed.
         arguments: The arguments that the backward pass reads.
-        recomputed: For every value that the backward pass computes again, how.
-        slices: The arguments that are slices of what a loop runs over: they are copied
-            for each iteration, but no earlier than they are read.
-        masks: For each mask that is made of a rectifier's result, that result.
+        recomputed: For every value that the backward pass recomputes, its equation.
+        slices: The arguments that are slices of arrays that a loop runs over. They are
+            copied for each iteration, but no earlier than they are read.
+        masks: For each ReLU mask that is computed from the ReLU's result, that result.
         copies: For each normalized copy, the value that it stands for.
-        brief: What the store leaves in arrays of what is kept in codes, for it waits
-            only while the function needs little memory.
+        brief: The short-lived values in codes. The store leaves them in arrays, because
+            they are stored only while the function needs little memory.
     """
 
     program: Program
@@ -100,16 +100,16 @@ class ProgramPlan:
     brief: frozenset[int] = frozenset()
 
     def order(self, value: int) -> tuple[int, bool]:
-        """Returns a key that sorts values so that each follows what restores it.
+        """Returns a sort key; in its order, each value follows those that restore it.
 
-        Values are numbered as they are made, but for copies: a copy comes right before
-        the value that it stands for.
+        Values are numbered in the order of computation, except for copies: a copy comes
+        right before the value that it stands for.
         """
         return self.copies.get(value, value), value not in self.copies
 
     @property
     def compresses(self) -> bool:
-        """Whether anything is kept in codes."""
+        """Whether any value is stored in codes."""
         return any(kept.codec is not None for kept in self.kept)
 
     @property
@@ -142,10 +142,11 @@ class ProgramPlan:
 
     @property
     def weights_as_read(self) -> frozenset[int]:
-        """Those arguments; of one that is only read converted, what it is converted to.
+        """The `whole_weights`, each replaced by its conversions if only these are read.
 
-        As weights of float32 in a model that computes in bfloat16. Not those that
-        products read turned, as a tied table: XLA:GPU reads them as they lie.
+        An example are float32 weights in a model that computes in bfloat16. Leaves out
+        weights that products read transposed only, such as a tied embedding table:
+        XLA:GPU reads these in their stored layout.
         """
         readers: dict[int, list[Equation]] = collections.defaultdict(list)
         for eqn in {*self.program.backward, *self.recomputed.values()}:

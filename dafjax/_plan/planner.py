@@ -1,4 +1,4 @@
-"""How a plan is made: a policy is asked about each value, and about bits."""
+"""Makes plans: asks a policy about each value, and chooses the bits of codes."""
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -58,21 +58,21 @@ def make_plan(
     spares_bits: bool = True,
     nbits_beside: int = 0,
 ) -> ProgramPlan:
-    """Decides what is kept of a program.
+    """Decides which values of a program are saved, and how.
 
     Args:
         program: The function and its transpose.
-        policy: The rule.
-        bits: What `Compress(None)` stands for.
-        activations: The arguments that are not kept alive by the caller, so that they
-            are decided about as if they were made inside.
-        iterations: How often the program runs before its backward pass does, as the
-            body of a loop.
-        function: What tells the function from others, if not its fingerprint.
-        spares_bits: Whether small residuals get more bits. Not so where bits are
-            allocated: the planned ones are then bounds, and say how residuals are read.
-        nbits_beside: The bits of what waits of loops in other programs, against which
-            residuals of this one are small.
+        policy: The policy that decides about each value.
+        bits: The bits of codes for `Compress(None)`.
+        activations: The arguments that the caller does not keep alive. The policy
+            decides about them as about values that the function computes.
+        iterations: How often the program, such as the body of a loop, runs before its
+            backward pass.
+        function: Identifies the function. Default: its fingerprint.
+        spares_bits: Whether small residuals get more bits. False where bits are
+            allocated: planned bits are then bounds, and say how residuals are read.
+        nbits_beside: The bits that loops in other programs store. They add to the total
+            that small residuals may exceed by a 32nd.
 
     Returns:
         The plan.
@@ -169,7 +169,7 @@ def make_plan(
         activations,
     )
     program, copies = with_copies(program, forms)
-    # Copies are listed as the values that they stand for.
+    # A listing shows a copy as the value that it stands for.
     stands_for: dict[int, int] = {}
     for value, made in copies.items():
         numbers = (*made.copies, *made.statistics)
@@ -183,7 +183,7 @@ def make_plan(
         producers.update((v, eqn) for eqn in made.equations for v in eqn.outputs)
         stands_for.update(dict.fromkeys(made.copies, value))
     channels = find_channels(program, activations)
-    # Dithered rounding goes beyond the range of values, where a pole may be.
+    # Dithered rounding can leave the range of the values, and a pole may be there.
     one_sided = find_one_sided(program)
     spread = {v for v, use in uses.items() if use <= Use.SMOOTH} - one_sided
     spread.update(copy for copy, value in stands_for.items() if value in spread)
@@ -226,9 +226,9 @@ def _parts_read(
     recomputed: Mapping[int, Equation],
     residuals: Container[int],
 ) -> set[int]:
-    """Returns the smallest parts of a stored value from which all that is read follows.
+    """Returns the smallest parts of a stored value that its readers need.
 
-    Of a Fourier transform whose low modes are read, these modes.
+    If only the low modes of a Fourier transform are read, these modes.
     """
     if value in residuals:
         return {value}
@@ -247,7 +247,7 @@ def _parts_read(
 def _needed(
     recomputed: Mapping[int, Equation], wanted: Iterable[int], kept: Container[int]
 ) -> dict[int, Equation]:
-    """Returns what still has to be recomputed, where more is stored."""
+    """Returns the recomputations that are still needed once more values are stored."""
     needed: dict[int, Equation] = {}
     stack = list(wanted)
     while stack:
@@ -270,7 +270,7 @@ def _layout(
 
 
 def _in_order(program: Program) -> Iterator[int]:
-    """Yields the arguments, and the values of the forward pass as they are made."""
+    """Yields the arguments, then the forward pass's values in order of computation."""
     yield from range(program.num_arguments)
     for eqn in program.forward:
         yield from eqn.outputs
@@ -283,18 +283,19 @@ def _find_forms(
     readers: Sequence[Equation],
     activations: Container[int],
 ) -> dict[int, Form]:
-    """Returns the forms of those values that are not stored as they are.
+    """Returns the forms of the values that are normalized or cut off.
 
     Args:
         program: The program.
-        bits: The values in inexact codes, and the bits of these.
-        decisions: What the policy decided. Groups are known of `Affine` alone.
-        readers: The equations that read them when they are unpacked.
-        activations: The arguments that are not kept alive by the caller.
+        bits: The values in inexact codes, and the bits of the codes.
+        decisions: The policy's decisions. Only for `Affine` are the quantization groups
+            known.
+        readers: The equations that read the values after unpacking.
+        activations: The arguments that the caller does not keep alive.
     """
     extents = find_extents(program)
     channels = find_channels(program, activations)
-    # They have one scale, a period.
+    # Range-reduced arguments all have the same scale, a period.
     phases = {v for e in program.forward if e.primitive == "phase" for v in e.outputs}
     limits: dict[int, float] = {}
     for eqn in dict.fromkeys(readers):
@@ -313,12 +314,12 @@ def _find_forms(
             continue
         limit = limit_in_codes(limits.get(value, math.inf), bits[value])
         if limit < math.inf:
-            # A function that saturates reads an absolute scale, the same for all.
+            # To a saturating function, all elements have the same, absolute scale.
             found[value] = Form(limit=limit)
             continue
         wanted = [extents[value]] if value in extents else []
         if value in channels and codec.blocks == "rows":
-            # Channels have a scale of their own only where rows are alike.
+            # A scale per channel fits all rows only once rows have the same scale.
             wanted = wanted or [extent_of_rows(shape)]
             wanted.append(extent_of_channels(shape))
         if not all(extent.is_worth_a_scale for extent in wanted):
@@ -331,18 +332,19 @@ def _find_forms(
 def plan_arguments(
     plan: ProgramPlan, program: Program, *, bits: Bits, activations: Iterable[int]
 ) -> ProgramPlan:
-    """Decides how the arguments wait that a function is run again from.
+    """Decides how to store the arguments that a function is recomputed from.
 
-    Activations in codes of 8 bits: all that is computed from them is off with them.
+    Stores activations in codes of 8 bits, because their errors enter everything that is
+    computed from them.
 
     Args:
-        plan: What is kept when the function is run again.
-        program: The function as the plan was made of it.
-        bits: The bits of everything else.
+        plan: The plan of the function for when it is recomputed.
+        program: The function that the plan was made of.
+        bits: The bits of other residuals.
         activations: The arguments that nothing keeps alive.
 
     Returns:
-        A plan that keeps the activations that `plan` depends on, and nothing else.
+        A plan that stores the activations that `plan` depends on, and nothing else.
     """
     activations = frozenset(activations)
     kept = {item.value for item in plan.kept}
@@ -399,7 +401,7 @@ def _default_codec(
     has_channels: bool,
     rounding: Literal["stochastic", "dithered"] = "stochastic",
 ) -> Affine:
-    """Returns the codec of what a policy leaves open."""
+    """Returns the codec to use if a policy names none."""
     columns = Affine(bits=bits, blocks="columns", rounding=rounding)
     if has_channels and columns.has_full_columns(shape):
         return columns
@@ -407,7 +409,7 @@ def _default_codec(
 
 
 def _find_names(program: Program) -> dict[int, tuple[str, ...]]:
-    """Returns the names of every value: tags first, then its place in the model."""
+    """Returns the names of each value: first its tags, then its place in the model."""
     names: dict[int, tuple[str, ...]] = dict.fromkeys(range(len(program.avals)), ())
     for eqn in program.forward:
         names.update(dict.fromkeys(eqn.outputs, names_of_place(eqn.place)))
@@ -432,7 +434,7 @@ def _describe(
         codec = default if decision.codec is None else decision.codec
         like = jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype))
         codec.check(like)
-        # Of a few elements padding is the most.
+        # Codes of a few elements are mostly padding.
         if codec.packed_nbytes(like) >= like.size * like.dtype.itemsize:
             codec = None
     return Kept(

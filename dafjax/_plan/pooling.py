@@ -1,24 +1,24 @@
-"""Max-pooling, whose gradient remembers places instead of searching for them.
+"""Max-pooling whose gradient reads stored argmax indices instead of searching.
 
-The gradient of max-pooling goes to the place of each window's maximum. JAX searches for
-it again, in all that was pooled: that has to be exact, and waits raw. Here the forward
-pass notes which element of the window it was, an integer of 2 bits for 2 x 2 and of 4
-for 3 x 3, kept as exact bits.
+The gradient of max-pooling goes to the maximum of each window. JAX searches the pooling
+operand for it again. For this search the operand must be exact, so it would be stored
+raw. Here the forward pass stores the argmax index, the place of the maximum in its
+window, as exact bits: 2 bits for a window of 2 x 2, 4 bits for 3 x 3.
 
-What was pooled is then often recomputed from codes, and the layer above needs the
-pooled values. The maximum of values with rounding noise is too large; the element at
-the place that was noted has no bias, as in `rectifiers.py`.
+The operand is then often recomputed from codes, and the layer above needs the pooled
+values. The maximum of values with rounding noise is too large. The element at the
+stored index has no bias, as in `rectifiers.py`.
 
-Ties, padding and NaN are as in JAX: the first of equal elements wins, in row-major
-order; padding counts as -infinity, which wins where it comes first and nothing is
-larger; an element after a NaN always wins, so that what is found is the first maximum
-after the last NaN, or a NaN that comes last.
+Equal elements, padding and NaN are treated as in JAX. The first of equal elements wins,
+in row-major order. Padding counts as -infinity; it wins if it comes first and nothing
+is larger. An element after a NaN always wins, so the argmax is the first maximum after
+the last NaN, or a NaN that comes last.
 
-The pooled value of a window with a NaN is NaN, or, of large float32 arrays with jaxlib
-0.10.2 on CPUs, the maximum of the other elements. So the forward pass also notes in
-which rows of the last axis pooled values are not finite, one bit for each row. In all
-other rows no pooled value is recomputed as NaN, also where a code of few bits stands
-for -infinity as for NaN.
+The pooled value of a window with a NaN is NaN. (With jaxlib 0.10.2 on CPUs, it is the
+maximum of the other elements in large float32 arrays.) So the forward pass also stores
+which rows of the last axis have pooled values that are not finite, 1 bit per row. In
+the other rows no pooled value is recomputed as NaN, even though codes of few bits
+cannot tell -infinity from NaN.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ from dafjax._trace.equation import Constant, Equation, call_equation
 from dafjax._trace.residuals import Program
 
 
-# The programs of larger windows would be long: there is a line for each place. Where
-# windows are that large, JAX's search stays.
+# The program has a line for each place in a window, so larger windows would make it too
+# long. For larger windows, JAX's search stays.
 _MOST_PLACES = 64
 
-# The comparison that keeps what was found before, by the pooling that it belongs to.
+# For each comparison that keeps the element found before, the pooling that uses it.
 _POOLINGS = {"ge": "reduce_window_max", "le": "reduce_window_min"}
 
 
@@ -57,7 +57,7 @@ class Windows:
     """The windows of a pooling, and the arithmetic of places in them.
 
     Attributes:
-        shape: The shape of what is pooled.
+        shape: The shape of the pooling operand.
         lengths: The lengths of a window.
         strides: The distances between windows.
         padding: How many elements are added before and after.
@@ -72,7 +72,7 @@ class Windows:
 
     @property
     def num_bits(self) -> int:
-        """Bits of the number of a place."""
+        """Bits of an argmax index."""
         return (len(self._places()) - 1).bit_length()
 
     @property
@@ -81,7 +81,7 @@ class Windows:
         return lax.ge if self.pooling == "reduce_window_max" else lax.le
 
     def find_places(self, x: jax.Array) -> jax.Array:
-        """Returns the place of every window's maximum, `bool[num_bits, *pooled]`."""
+        """Returns the argmax index of every window, `bool[num_bits, *pooled]`."""
         keeps = self._keeps
         elements = self._elements(x)
         best = next(elements)
@@ -95,13 +95,13 @@ class Windows:
         )
 
     def pick_places(self, bits: jax.Array, rows: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns the element of every window at its place.
+        """Returns the element of every window at its argmax index.
 
         Args:
-            bits: The places.
+            bits: The argmax indices, as from `find_places`.
             rows: The result of `find_rows`. A window in such a row is NaN if one of its
-                elements is. In other rows the maximum of the other elements stands for
-                a NaN.
+                elements is. In other rows, the maximum of the other elements replaces a
+                NaN.
             x: The operand of the pooling.
         """
         keeps = self._keeps
@@ -123,12 +123,12 @@ class Windows:
         return jnp.any(~jnp.isfinite(pooled), axis=-1)
 
     def scatter_to_places(self, bits: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """Adds the cotangent of every window to its place."""
+        """Adds the cotangent of every window to the element at its argmax index."""
         number = _number(bits)
         zero = jnp.zeros((), cotangent.dtype)
         total = jnp.zeros(self.shape, cotangent.dtype)
-        # An element is in the later windows with its earlier places: in this order
-        # windows are added first to last, as JAX does.
+        # Later windows hold an element at earlier places. So this order adds windows
+        # from first to last, as JAX does.
         for place, start in reversed(list(enumerate(self._places()))):
             part = lax.select(
                 number == jnp.uint8(place), cotangent, lax.full_like(cotangent, 0)
@@ -174,12 +174,12 @@ class Pooling:
     """One pooling whose gradient searches for the maximum.
 
     Attributes:
-        gradient: The equation of the backward pass that does.
-        operand: What is pooled.
-        cotangent: The cotangent of what it is pooled to.
+        gradient: The equation of the backward pass that searches.
+        operand: The pooling operand.
+        cotangent: The cotangent of the pooled values.
         windows: The windows.
-        value: The number that the places get as a value of the program.
-        places: Shape and dtype of the places as bits.
+        value: The number of the argmax indices as a value of the program.
+        places: Shape and dtype of the argmax indices as bits.
     """
 
     gradient: Equation
@@ -191,7 +191,7 @@ class Pooling:
 
 
 def find_poolings(program: Program, activations: Container[int]) -> tuple[Pooling, ...]:
-    """Returns the poolings whose gradient reads what is not kept alive anyway.
+    """Returns the poolings whose gradient reads an operand that nothing keeps alive.
 
     Args:
         program: The function and its transpose.
@@ -222,13 +222,13 @@ def find_poolings(program: Program, activations: Container[int]) -> tuple[Poolin
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rewritten:
-    """A program in which poolings note places.
+    """A program whose poolings store argmax indices.
 
     Attributes:
-        program: It.
-        places: The values that are the places, as bits.
-        rows: The values that tell in which rows pooled values are not finite.
-        picks: How pooled values are recomputed, by value.
+        program: The program.
+        places: The values that are argmax indices, as bits.
+        rows: The values that say which rows have pooled values that are not finite.
+        picks: For each pooled value, the equation that recomputes it.
     """
 
     program: Program
@@ -238,7 +238,7 @@ class Rewritten:
 
 
 def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
-    """Lets the forward pass note places, and the backward pass scatter to them."""
+    """Rewrites poolings to store argmax indices, and gradients to scatter to them."""
     avals = list(program.avals)
     forward, backward = list(program.forward), list(program.backward)
 
@@ -256,7 +256,7 @@ def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
     for pooling in poolings:
         operand, windows, gradient = pooling.operand, pooling.windows, pooling.gradient
         bits = pooling.value
-        # Those between are of poolings that are left as they are.
+        # The numbers skipped here belong to poolings that stay as they are.
         missing = 1 + bits - len(avals)
         avals.extend([ShapedArray(pooling.places.shape, jnp.bool_)] * missing)
         places.append(bits)
@@ -265,7 +265,7 @@ def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
         found = call(
             windows.find_places, (operand,), bits, pooled[0] if pooled else gradient
         )
-        # Before what pools, so that both read one array, also if a tie is between.
+        # Before the pooling, so that both read one array, even across a barrier.
         forward.insert(_position(forward, pooled, operand), found)
         backward[backward.index(gradient)] = call(
             windows.scatter_to_places,

@@ -1,4 +1,4 @@
-"""Which plans are part of a program that is being traced."""
+"""Records the plans that are part of a program while it is traced."""
 
 import contextlib
 import contextvars
@@ -13,11 +13,11 @@ from dafjax._plan.plan import ProgramPlan
 class PlanRecorder:
     """Collects the plans of the wrapped functions that are traced meanwhile.
 
-    Every forward pass traced is a call of a name of its own, so that a program can be
-    searched for those that are part of it: JAX also traces some that are not.
+    Each traced forward pass is a call with its own name. A search of the program for
+    these names finds the forward passes that are part of it: JAX also traces others.
     """
 
-    # Names are never used again: JAX may hand out a trace that it made before.
+    # Names are never reused, because JAX may return a trace from its cache.
     _NUMBERS = itertools.count()
 
     def __init__(self) -> None:

@@ -1,10 +1,11 @@
-"""Rectifiers, recomputed from their exact masks.
+"""Recomputes ReLUs from their exact masks.
 
-The gradient of `relu(x) = max(x, 0)` needs the mask `x > 0`, which is kept as exact
-bits; the layer above needs `relu(x)`. Recomputed as `max(y, 0)` from `y`, an unpacked
-`x` with rounding noise, that has a bias even though `y` has none, for noise is cut off
-at 0. As `where(x > 0, y, 0)` it has none, and is 0 exactly where it was. (ResNet-18 of
-width 16, 2 bits, random data: bias of the gradient 0.25 of its norm, and 0.00.)
+The gradient of `relu(x) = max(x, 0)` needs the ReLU mask `x > 0`, which is stored as
+exact bits. The layer above needs `relu(x)`. Let `y` be the unpacked `x`, with rounding
+noise but no bias. `max(y, 0)` has a bias, because it cuts noise off at 0.
+`where(x > 0, y, 0)` has none, and is 0 exactly where `relu(x)` is. (ResNet-18 of width
+16, 2 bits, random data: the bias of the gradient is 0.25 of its norm with the first,
+and 0.00 with the second.)
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ class Rectifier:
 
 
 def find_rectifiers(program: Program) -> dict[int, Rectifier]:
-    """Returns every `max(x, 0)` with a mask, by its value."""
+    """Returns every `max(x, 0)` with a mask, by the number of its result."""
     zeros = _find_zeros(program)
     masks = {
         x: eqn.outputs[0]
@@ -50,10 +51,10 @@ def find_rectifiers(program: Program) -> dict[int, Rectifier]:
 
 
 def select_rectified(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `x` where the mask is true, NaN where `x` is, else 0.
+    """Returns `x` where the mask is true, NaN where `x` is NaN, else 0.
 
-    It reads `x` once. Of what is read twice XLA:GPU reckons that a kernel had to make
-    it as often, and writes it to memory.
+    It reads `x` once. If a value is read twice, XLA:GPU expects that a fused kernel
+    would compute it twice, and writes it to memory instead.
     """
     zero = jax.lax.full_like(x, 0)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -65,7 +66,7 @@ def select_rectified(mask: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def selection(program: Program, rectifier: Rectifier) -> Equation:
-    """Returns an equation that computes `max(x, 0)` by its mask `x > 0`."""
+    """Returns an equation that computes `max(x, 0)` from its mask `x > 0`."""
     inputs = rectifier.mask, rectifier.operand
     return call_equation(
         select_rectified,
@@ -81,15 +82,16 @@ def with_masks_of_results(
 ) -> tuple[Program, dict[int, int]]:
     """Returns the program with masks `max(x, 0) > 0` in place of `x > 0`.
 
-    So nothing waits for the mask but the result, which waits for the next layer anyway.
+    So only the result has to stay live until the mask is computed, and it stays live
+    for the next layer anyway.
 
     Args:
         program: The program.
-        rectifiers: Those of the program.
-        kept: The masks that are kept; others are left alone.
+        rectifiers: The ReLUs of the program.
+        kept: The masks that are stored. Others stay as they are.
 
     Returns:
-        The program, and for each of these masks the result that it is made of.
+        The program, and for each changed mask the result that it is computed from.
     """
     made: set[int] = set()
     of_results: dict[int, int] = {}
@@ -110,7 +112,7 @@ def with_masks_of_results(
 
 
 def _find_zeros(program: Program) -> frozenset[int]:
-    """Returns the values that are 0 in all elements, because a literal is."""
+    """Returns the values whose elements are all 0, because they come from a literal."""
     zeros: set[int] = set()
     for eqn in program.forward:
         if eqn.rule.keeps_values and all(
@@ -130,7 +132,7 @@ def _is_zero(atom: Atom, zeros: Container[int]) -> bool:
 def _other_than_zero(
     eqn: Equation, primitive: str, zeros: Container[int], places: tuple[int, ...]
 ) -> int | None:
-    """Returns the other operand of an equation that has a 0 in one of some places."""
+    """Returns an equation's other operand, if the operand at one of `places` is 0."""
     if eqn.primitive != primitive:
         return None
     atoms = eqn.operand_atoms

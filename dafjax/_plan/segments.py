@@ -1,10 +1,10 @@
-"""Where a function is cut into segments that can be run again one by one.
+"""Cuts a function into segments that can be recomputed one by one.
 
-Between two segments a single large value waits, beside what is alive anyway: the
-residual stream of a transformer, or the output of a layer that only the next one reads.
-A backward pass that has kept these values alone, in codes, needs at its peak all of
-them and what one segment keeps for itself. More cuts make the first more and the second
-less; the cuts are those for which the sum is least.
+Between two segments, a single large value is stored beside the values that are live
+anyway: the residual stream of a transformer, or the output of a layer that only the
+next layer reads. If the forward pass stores only these values, in codes, the backward
+pass needs at its peak all of them and the residuals of one segment. More cuts make the
+first larger and the second smaller. The cuts minimize the sum.
 """
 
 import dataclasses
@@ -28,35 +28,35 @@ from dafjax._trace.residuals import trace_like
 from dafjax._trace.tracing import ClosedJaxpr
 
 
-# Smaller values are no reason not to cut, and none to run anything again.
+# Values up to this size do not prevent a cut and are no reason to recompute anything.
 _SMALL_NBYTES = 16 * 1024
 
-# Bits of an element of what waits between segments, and about that of what is kept of
-# one segment: most are in 2 bits, some in 4.
+# Bits per element of values stored between segments.
 _BETWEEN_BITS = 8
+# About the bits per element of residuals within a segment: 2 for most, 4 for some.
 _WITHIN_BITS = 3
 
-# So many places are tried for the first cut.
+# The number of places that are tried for the first cut.
 _MOST_FIRSTS = 16
 
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
-    """A stretch of a function, as a function.
+    """A segment of a function, as a function.
 
     Attributes:
-        closed: What it computes.
+        closed: The segment's program.
         inputs: The values that it reads.
-        outputs: Those of the values that it makes that are read later.
+        outputs: The values that it computes and that are read later.
         activations: Positions of the inputs that nothing keeps alive.
-        may_repeat: Whether all that it does may be done twice.
-        ends: Whether all outputs are small, as a loss. The backward pass of such a
+        may_repeat: Whether all its operations may run twice.
+        ends: Whether all outputs are small, as a loss is. The backward pass of such a
             segment follows at once.
-        nbits_of_loops: About how many bits wait of its loops while other segments run
-            again: what each iteration is run again from, which is what the loop
-            carries. Loops in loops and in branches are not counted, nor what is
-            stacked; loops that nobody trains are.
+        nbits_of_loops: About how many bits its loops store while other segments are
+            recomputed: the carried values, from which each iteration is recomputed.
+            Does not count loops in loops or branches, nor stacked values. Counts loops
+            that are not trained.
     """
 
     closed: ClosedJaxpr
@@ -69,10 +69,10 @@ class Segment:
 
     @property
     def runs_again(self) -> bool:
-        """Whether the backward pass runs it again.
+        """Whether the backward pass recomputes it.
 
-        Not if it starts from arguments alone, nor right before its backward pass; of
-        loops and branches the iterations are run again.
+        False if it starts from arguments alone, or if its backward pass follows at
+        once. False with loops or branches, whose iterations are recomputed instead.
         """
         starts_inside = bool(self.activations) and not self.ends
         return starts_inside and self.may_repeat and not has_bodies(self.closed)
@@ -83,8 +83,8 @@ def cut(
 ) -> tuple[tuple[Segment, ...], tuple[Atom, ...]]:
     """Cuts a program, not differentiated yet, into segments.
 
-    What follows cheaply from the arguments that are alive anyway is computed in every
-    segment that reads it.
+    Every segment computes for itself the values that follow cheaply from live
+    arguments.
 
     Args:
         closed: The program.
@@ -122,10 +122,10 @@ def cut(
 def _find_cuts(
     graph: Graph, equations: Sequence[Equation], alive: Container[int]
 ) -> dict[int, int]:
-    """Returns before which equations a cut can be: the elements that wait there.
+    """Returns, for each equation that a cut can precede, the elements stored there.
 
-    Not where a reduction waits, as the first token of the last layer: what a segment
-    starts from is packed, and a reduction inside of one is not.
+    A cut cannot be where a reduction is stored, such as the first token of the last
+    layer: the input of a segment is packed, but a reduction within a segment is not.
     """
     last_use = {v: now for now, eqn in enumerate(equations) for v in eqn.input_values}
     last_use.update(dict.fromkeys(values_of(graph.outputs), len(equations)))
@@ -148,9 +148,9 @@ def _find_cuts(
 def _reductions(
     graph: Graph, equations: Sequence[Equation], alive: Container[int]
 ) -> set[int]:
-    """Returns reductions, and what follows from them cheaply.
+    """Returns the results of reductions, and values that follow cheaply from them.
 
-    By default (`CompressExpensive`) a plan keeps them as they are.
+    By default (`CompressExpensive`), a plan saves them as they are.
     """
 
     def varies(value: int) -> bool:
@@ -170,7 +170,7 @@ def _reductions(
 
 
 def _effort(graph: Graph, equation: Equation) -> int:
-    """Returns the elements that a plan would keep of an equation, at most."""
+    """Returns the largest number of an equation's elements that a plan would store."""
     if equation.rule.is_cheap and not equation.is_amplifying:
         return 0
     return sum(graph.avals[v].size for v in equation.outputs)
@@ -179,9 +179,10 @@ def _effort(graph: Graph, equation: Equation) -> int:
 def _choose(
     cuts: Mapping[int, int], efforts: Sequence[int], *, starts_from_arguments: bool
 ) -> tuple[int, ...]:
-    """Returns the cuts with the least memory, out of those that are possible.
+    """Returns the possible cuts that need the least memory.
 
-    What starts from arguments alone is not run again: all that is kept of it waits.
+    A segment that starts from arguments alone is not recomputed, so all its residuals
+    stay stored.
     """
     sums = (0, *itertools.accumulate(efforts))
 
@@ -206,7 +207,7 @@ def _choose(
 def _cuts_of_at_most(
     most: float, first: int, possible: Sequence[int], sums: Sequence[int]
 ) -> Iterator[int]:
-    """Cuts as seldom as segments keep no more than so much, where that is possible."""
+    """Makes few cuts, so that each segment stores at most `most`, where possible."""
     if first:
         yield first
     start = place = first
@@ -225,7 +226,7 @@ def _segment(
     wanted: Container[int],
     alive: Container[int],
 ) -> Segment:
-    """Returns those of some equations that make what is wanted, as a function."""
+    """Returns the equations that the wanted values depend on, as a function."""
     outputs = [v for eqn in equations for v in eqn.outputs if v in wanted]
     equations = live_equations(equations, outputs)
     made = {v for eqn in equations for v in eqn.outputs}

@@ -1,11 +1,12 @@
-"""Shares of a sum of exponentials, which add up to one also with rounding noise.
+"""Recomputes a softmax denominator from its dequantized numerators.
 
 A softmax is `exp(x) / sum(exp(x))`. If its backward pass reads the exponentials from
-codes and the exact sum, shares add up to something else than 1, and what the cotangents
-of a row have in common, which cancels in exact arithmetic, is multiplied with the
-difference. Divided by the sum of what the codes stand for they add up to 1. (Fine-tuned
-RoBERTa, 2 bits: half of the noise in the cotangents of queries that comes of the
-exponentials.) And the exact sum need not be kept.
+codes but the exact sum, the shares of a row do not add up to 1. The part that all
+cotangents of the row have in common cancels in exact arithmetic; here it is multiplied
+by the difference from 1. If the sum is taken over the dequantized exponentials, the
+shares add up to 1. (Fine-tuned RoBERTa, 2 bits: this halves the noise that the
+exponentials bring into the cotangents of queries.) And the exact sum need not be
+stored.
 """
 
 import dataclasses
@@ -21,14 +22,19 @@ from dafjax._trace.graph import live_equations
 from dafjax._trace.residuals import Program
 
 
-# A sum of as many as this has hardly the noise of one of them.
+# A sum of this many terms has hardly any noise of a single one.
 _MANY = 16
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """An equation `sum(e)` with exponentials `e`, by which they are divided."""
+    """A softmax denominator: an equation `sum(e)` that exponentials `e` are divided by.
+
+    Attributes:
+        equation: The equation.
+        operand: The value `e`.
+    """
 
     equation: Equation
     operand: int
@@ -53,13 +59,13 @@ def find_totals(program: Program) -> dict[int, Total]:
 
 
 def sum_of_shares(exponentials: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
-    """Returns sums to divide by: 1 where all codes stand for 0."""
+    """Returns softmax denominators: the sums, but 1 where all codes decode to 0."""
     total = jnp.sum(exponentials, axes)
     return jnp.where(total == 0, 1, total)
 
 
 def total_of_codes(program: Program, total: Total) -> Equation:
-    """Returns an equation that sums what codes stand for."""
+    """Returns an equation that sums the dequantized exponentials."""
     axes = tuple(total.equation.params["axes"])
 
     def sum_of_codes(exponentials: jax.Array) -> jax.Array:
@@ -75,9 +81,9 @@ def total_of_codes(program: Program, total: Total) -> Equation:
 
 
 def _only_divides(value: int, equations: Iterable[Equation]) -> bool:
-    """Returns whether all that reads a sum, broadcast or not, divides by it.
+    """Returns whether all readers of a sum, broadcast or not, divide by it.
 
-    Or asks for its sign, which is that of any sum of exponentials.
+    A reader may also ask for its sign: all sums of exponentials have the same sign.
     """
     same = {value}
     for eqn in equations:

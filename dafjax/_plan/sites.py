@@ -1,4 +1,4 @@
-"""Names of the residuals of a plan, by which a store tells them apart."""
+"""Residual ids: a store distinguishes the residuals of a plan by these names."""
 
 import collections
 
@@ -6,17 +6,17 @@ from dafjax._plan.plan import Kept, ProgramPlan
 
 
 def place_of(item: Kept) -> str:
-    """Returns where in the model a value is made, and by what."""
+    """Returns the place in the model and the primitive that compute a value."""
     return "/".join(part for part in (item.name, item.primitive) if part)
 
 
 def site_names(plan: ProgramPlan) -> list[str]:
     """Returns a name for each of `plan.kept`, the same in every process.
 
-    It is the place, which `print_saved_residuals` shows; a number if that place makes
-    several; and some digits of what tells the function from others, because places in
-    blocks that are wrapped one by one have equal names. Blocks that are equal in all,
-    shapes included, share their sites.
+    A name consists of the place, which `print_saved_residuals` shows; a number, if the
+    place computes several residuals; and some digits of the function's hash, because
+    blocks that are wrapped one by one have equal names of places. Blocks that are equal
+    in everything, shapes included, share their residual ids.
     """
     seen: collections.Counter[str] = collections.Counter()
     names = []

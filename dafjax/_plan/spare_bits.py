@@ -1,11 +1,11 @@
-"""More bits for the residuals that are small, which cost next to nothing.
+"""Promotes small residuals to more bits, which costs almost nothing.
 
-The noise of a residual counts by what is made of it, not by how large it is. The values
-between the two factors of a low-rank adapter are a hundred times fewer than those that
-go into it, and a gradient is linear in either: at the same bits they bring as much
-noise. (A RoBERTa of 4 layers and width 128 with adapters of rank 8, at 2 bits: 30 % of
-the variance of their gradients, on Adam's scale, for 1.6 % of the bits. With twice the
-bits all but a 25th of that is gone.)
+The effect of a residual's noise depends on how the residual is used, not on its size.
+The values between the two factors of a low-rank adapter are a hundred times fewer than
+its inputs. A gradient is linear in both, so at the same number of bits both bring the
+same noise. (In a RoBERTa of 4 layers and width 128 with adapters of rank 8, at 2 bits,
+these values cause 30 % of the variance of the adapters' gradients, on Adam's scale, and
+take 1.6 % of the bits. Twice the bits remove all but a 25th of that variance.)
 """
 
 import itertools
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dafjax._bits import TWICE
 
 
-# The part of the codes' bits, and of what waits beside them, that they may cost.
+# The extra bits for small residuals, at most, as a fraction of all bits: of codes and
+# of values stored beside them.
 _SPARE = 1 / 32
 
 
@@ -23,16 +24,17 @@ def with_spare_bits(
 ) -> dict[int, int]:
     """Gives the smallest residuals twice the bits.
 
-    As many as can have them for a 32nd more in all; of those of one size all or none.
+    Promotes as many as possible for a total of a 32nd more bits. Of the residuals of
+    one size, it promotes all or none.
 
     Args:
-        bits: Of residuals, by their numbers.
-        sizes: Their numbers of elements.
-        beside: The bits of what waits outside of these codes: what loops and branches
-            have packed, and what loops are run again from.
+        bits: The bits of each residual, by its number.
+        sizes: The number of elements of each residual, by its number.
+        beside: The bits stored outside of these codes: the residuals that loops and
+            branches have packed, and the values that loops are recomputed from.
 
     Returns:
-        The bits of all of them.
+        The bits of all residuals.
     """
     most = _SPARE * (beside + sum(sizes[value] * b for value, b in bits.items()))
     found = dict(bits)

@@ -1,10 +1,11 @@
-"""Which values enter cotangents that meet other residuals.
+"""Finds values that can cause noise correlation: they enter cotangents that go on.
 
-A residual in codes brings rounding noise into whatever it is multiplied with. Where
-that is the gradient of an argument, the noise ends there, and its mean is 0. Where it
-is a cotangent that goes on, the noise goes on too; it is harmless as long as what the
-cotangent is multiplied with next has noise of its own. If that comes from the same
-code, the product has the noise squared, whose mean is not 0: a biased gradient.
+A residual in codes brings rounding noise into every product with it. If the product is
+the gradient of an argument, the noise ends there, and its mean is 0. If it is a
+cotangent that goes on, the noise goes on too. This is harmless if the next residual
+that multiplies the cotangent has independent noise. If the noise of both comes from the
+same code, the product contains the noise squared, whose mean is not 0: the gradient is
+biased.
 """
 
 from dafjax._trace.equation import Equation
@@ -13,11 +14,11 @@ from dafjax._trace.rules import is_much_smaller
 
 
 def find_steering(program: Program) -> frozenset[int]:
-    """Returns the values that the backward pass, or a recomputation for it, steers by.
+    """Returns the values that can cause noise correlation in the backward pass.
 
-    They enter a cotangent that is multiplied with a residual later, or are all that
-    such a value is recomputed from, but for statistics. Arguments that are read on the
-    way are exact, and do not count.
+    Such a value enters a cotangent that is multiplied with a residual later. Or, apart
+    from statistics, it is all that such a value is recomputed from. Arguments do not
+    count, because they are exact.
     """
     residuals = {v for v in program.residuals() if v >= program.num_arguments}
     # Cotangents that meet a residual later.
@@ -38,14 +39,14 @@ def find_steering(program: Program) -> frozenset[int]:
         if eqn.is_tame and not steering.isdisjoint(eqn.outputs):
             size = sizes[eqn.outputs[0]]
             large = [v for v in eqn.input_values if not is_much_smaller(sizes[v], size)]
-            # A sum of two steers itself: it is kept, and its operands need not be.
+            # For a sum of two, the sum itself is stored. Its operands need not be.
             if len(large) == 1:
                 steering.update(large)
     return frozenset(steering)
 
 
 def _sizes_before_broadcasting(program: Program) -> dict[int, int]:
-    """Returns the number of elements that each value is made of; 0 for arguments."""
+    """Returns how many elements each value is computed from; 0 for arguments."""
     sizes = dict.fromkeys(range(program.num_arguments), 0)
     for eqn in program.forward:
         if eqn.rule.is_cheap:

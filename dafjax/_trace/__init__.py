@@ -1,1 +1,1 @@
-"""A traced function as flat lists of equations. Nothing else looks inside a jaxpr."""
+"""Turns a traced function into flat lists of equations. Nothing else reads a jaxpr."""

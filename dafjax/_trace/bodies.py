@@ -1,9 +1,9 @@
-"""Loops and branches whose bodies compress residuals of their own.
+"""Loops and branches whose bodies compress their own residuals.
 
-JAX differentiates a `scan` as a whole: the forward loop returns the residuals of all
-its iterations, stacked, and whatever is done to them afterwards comes too late. So the
-body is given a derivative rule that compresses, before the loop is differentiated; what
-is stacked are codes. The same holds for the branches of a `cond`.
+JAX differentiates a `scan` as a whole. The forward loop returns the residuals of all
+its iterations, stacked; to compress them after the loop is too late. So the body gets a
+derivative rule that compresses before JAX differentiates the loop, and the loop stacks
+codes. The same holds for the branches of a `cond`.
 """
 
 import dataclasses
@@ -41,12 +41,12 @@ class Body:
     """The body of a loop, or a branch.
 
     Attributes:
-        closed: What it computes.
+        closed: The body's program.
         activations: The arguments that nothing keeps alive for the backward pass.
-        slices: The arguments that are slices of what is alive.
+        slices: The arguments that are slices of live values.
         times: How often it runs.
-        perturbed: For every argument, whether it depends on what is differentiated, in
-            any iteration.
+        perturbed: For every argument, whether it depends on a differentiated argument
+            in any iteration.
     """
 
     closed: ClosedJaxpr
@@ -61,15 +61,15 @@ WrapBody: TypeAlias = Callable[[Body], Callable[..., Sequence[Any]]]
 
 
 def has_bodies(closed: ClosedJaxpr) -> bool:
-    """Returns whether a program has loops or branches to be differentiated."""
+    """Returns whether a program has loops or branches to differentiate."""
     return has_primitive(closed, _WITH_BODIES)
 
 
 def reads_packed(equation: Equation) -> tuple[int, ...]:
-    """Returns what an equation of the backward pass reads that its body has packed.
+    """Returns the operands of a backward equation that its body has packed.
 
-    The stacked operands of a loop, and all operands of a branch. What is the same for
-    all iterations is no part of that.
+    These are the stacked operands of a loop, or all operands of a branch. The operands
+    that are the same for all iterations of a loop are not included.
     """
     atoms = equation.operand_atoms
     if equation.primitive == "scan":
@@ -81,7 +81,7 @@ def reads_packed(equation: Equation) -> tuple[int, ...]:
 
 
 def alive_values(graph: Graph, activations: Sequence[int]) -> set[int]:
-    """Returns the arguments that are kept alive, and what follows cheaply from them."""
+    """Returns the live arguments, and the values that follow cheaply from them."""
     alive = set(range(graph.num_inputs)).difference(activations)
     for equation in graph.equations:
         if equation.rule.is_cheap and alive.issuperset(equation.input_values):
@@ -136,8 +136,9 @@ def _perturbed_values(graph: Graph, perturbed: Sequence[bool]) -> set[Atom]:
     """Returns the values that depend on arguments that are differentiated.
 
     JAX asks for the derivative of a body with some of its arguments perturbed, then
-    with more, then with the first again, and takes the residuals of one for those of
-    the other. So the rule of a body is always that of all that are ever perturbed.
+    with more, then with the first set again, and it uses the residuals of one
+    derivative in another. So the rule of a body treats every argument as perturbed that
+    is ever perturbed.
     """
     moving: set[Atom] = {n for n, moves in enumerate(perturbed) if moves}
     for eqn in graph.equations:
@@ -178,7 +179,7 @@ def _perturbed_outputs(body: ClosedJaxpr, perturbed: Sequence[bool]) -> list[boo
 def _perturbed_by_scan(
     equation: Equation, perturbed: Sequence[bool]
 ) -> tuple[list[bool], list[bool]]:
-    """Returns which arguments and results of a loop's body are perturbed in the end."""
+    """Returns which arguments and results of a loop's body are ever perturbed."""
     num_consts, num_carry = scan_arity(equation)
     first_x = num_consts + num_carry
     (body,) = bodies(equation)
@@ -206,7 +207,7 @@ def _scan(
     first_x = num_consts + num_carry
     (body,) = bodies(equation)
     names = _names_of_outputs(body)
-    # An iteration reads the values that the iteration before it has named.
+    # An iteration reads values that the previous iteration named.
     unnamed: tuple[str, ...] = ()
     names_of_arguments = [unnamed] * num_consts + names[:num_carry]
     function = wrap(
@@ -265,8 +266,8 @@ def _cond(
 def _names_of_outputs(closed: ClosedJaxpr) -> list[tuple[str, ...]]:
     """Returns the names that a program, or a body in it, gives to each of its outputs.
 
-    `jax.ad_checkpoint.checkpoint_name` names a value where it is made, and it can be a
-    residual of another program: of the next iteration, or behind the loop.
+    `jax.ad_checkpoint.checkpoint_name` names a value where it is computed. The value
+    can be a residual elsewhere: in the next iteration, or after the loop.
     """
     graph = flatten(closed)
     names = dict(graph.tags)

@@ -1,8 +1,9 @@
-"""Exponentials that make no large error of a small one.
+"""Finds exponentials that do not amplify errors.
 
-An error of one in an exponent is a factor of 2.7, which is why most exponentials read
-exact values. That of a negated square, as in the derivative of `erf` and so of a GELU,
-is at most 1, whatever the error of what was squared, and changes by less than that.
+An error of 1 in an exponent is a factor of 2.7 in the result. So most exponentials read
+exact values. But the exponential of a negated square, as in the derivative of `erf` and
+so of a GELU, is at most 1, whatever the error of the squared value, and its error is
+less than 1.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from dafjax._trace.equation import Equation, call_equation
 def name_bounded(
     equations: Sequence[Equation], avals: Sequence[jax.core.ShapedArray]
 ) -> tuple[Equation, ...]:
-    """Returns the equations, the exponentials of negated squares as `bounded_exp`.
+    """Replaces exponentials of negated squares by calls of `bounded_exp`.
 
     Args:
         equations: The equations.
@@ -28,7 +29,7 @@ def name_bounded(
     }
 
     def operand_of(eqn: Equation | None, primitive: str) -> Equation | None:
-        """Returns what makes the operand of an equation of that primitive."""
+        """Returns the producer of the operand; None if the primitive is another."""
         if eqn is None or eqn.primitive != primitive:
             return None
         (value,) = eqn.input_values or (None,)

@@ -1,10 +1,10 @@
-"""Equations that are run on some of the rows of their operands.
+"""Runs equations on a chunk of the batch axis.
 
-A row is an index of the first dimension, mostly an example. An elementwise equation
-makes each row of its result of the same row of its operands, so that it can be run on a
-part of the rows, and of what is read for it no more than that part need be there. A
-convolution does so too, of its images; and the gradient of its kernel is a sum over
-rows, which can be taken part by part.
+A row is one index of the first axis, the batch axis; mostly it is one example. An
+elementwise equation computes each row of its result from the same row of its operands.
+So it can run on a chunk of the rows, and only this chunk of its operands has to be
+live. A convolution computes rows from rows of its images, too. The gradient of its
+kernel is a sum over rows, which can be computed chunk by chunk.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ from dafjax._trace.sums import summing_rows
 
 
 def rows_read(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
-    """Returns of which of its inputs an equation reads rows to make rows.
+    """Returns, for each input, whether each row of the results reads one row of it.
 
-    The others are the same for all rows. `None` if results have not `num_rows` rows, or
-    a row of them depends on more than that row.
+    That is the row with the same index. All rows read the whole of the other inputs.
+    `None` if a result does not have `num_rows` rows, or if one of its rows depends on
+    several rows.
     """
     jaxpr = equation.jaxpr
     made = _made_of_rows(jaxpr, num_rows)
@@ -32,10 +33,10 @@ def rows_read(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
 
 
 def rows_summed(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
-    """Returns over the rows of which of its inputs an equation sums.
+    """Returns, for each input, whether the equation sums over its rows.
 
-    Its result for some of the rows, and for the others, add up to its result. `None` if
-    that is not so.
+    The results for disjoint chunks of rows add up to the result for all rows. `None` if
+    the equation is no such sum.
     """
     (eqn,) = equation.jaxpr.eqns
     sums = rule_of(eqn.primitive.name).sums_rows
@@ -49,24 +50,26 @@ def rows_summed(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
 def evaluate_on_rows(
     equation: Equation, operands: Sequence[Any], num_rows: int, num_there: int
 ) -> list[Any]:
-    """Runs an equation on a part of the rows.
+    """Runs an equation on a chunk of the rows.
 
     Args:
-        equation: The equation, of which `rows_read` or `rows_summed` is not `None`.
-        operands: One for each of its inputs; of those of which rows are read, a part.
-        num_rows: As in `rows_read`.
-        num_there: The rows of the part.
+        equation: The equation. `rows_read` or `rows_summed` is not `None` for it.
+        operands: One for each of its inputs: a chunk of an input that is read by rows,
+            and the whole of any other.
+        num_rows: The number of all rows, as in `rows_read`.
+        num_there: The number of rows in the chunk.
     """
     return _evaluate(equation.jaxpr, operands, num_rows, num_there)
 
 
 def _made_of_rows(jaxpr: jex_core.Jaxpr, num_rows: int) -> set[Any] | None:
-    """Returns the variables that have the rows, among them those that are read.
+    """Returns the variables that have rows, including inputs that are read by rows.
 
-    `None` if not all that is made has them, or of something more is read than the row.
+    `None` if an equation mixes rows or has several results, or if a variable is read
+    both by rows and whole.
     """
     whole: set[Any] = set()
-    # A result can be an operand as it is.
+    # A result can be an unchanged operand.
     made = {
         v for v in jaxpr.outvars if v in jaxpr.invars and _shape(v)[:1] == (num_rows,)
     }
@@ -74,7 +77,7 @@ def _made_of_rows(jaxpr: jex_core.Jaxpr, num_rows: int) -> set[Any] | None:
         operands = {v for v in eqn.invars if not isinstance(v, jex_core.Literal)}
         have_rows = [_shape(result)[:1] == (num_rows,) for result in eqn.outvars]
         if not any(have_rows):
-            # A statistic of all rows, made ready to be read with each.
+            # A value that all rows read whole, such as a prepared statistic.
             if not operands.isdisjoint(made):
                 return None
             whole.update((*eqn.outvars, *operands))
@@ -92,7 +95,7 @@ def _made_of_rows(jaxpr: jex_core.Jaxpr, num_rows: int) -> set[Any] | None:
 
 
 def _reads_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> Sequence[bool] | None:
-    """Returns of which operands an equation reads rows to make rows."""
+    """Returns, for each operand, whether each row of the result reads one row."""
     body = _body(eqn)
     if body is not None:
         made = _made_of_rows(body, num_rows)

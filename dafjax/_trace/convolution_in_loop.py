@@ -1,8 +1,9 @@
-"""Convolutions in the bodies of loops, as fast as outside.
+"""Makes convolutions in loop bodies as fast as outside of loops.
 
-XLA:CPU brings the axes of a convolution into the order in which its library takes them,
-but only outside of loops; inside, what is in another order runs 30 times longer (jaxlib
-0.10). Gradients of kernels are: they sum over the images, not over the features.
+XLA:CPU transposes the operands of a convolution to the axis order of its library, but
+only outside of loops. Inside, a convolution with another axis order takes 30 times as
+long (jaxlib 0.10). Gradients of kernels have another order, because they sum over the
+images, not over the features.
 """
 
 import functools
@@ -16,7 +17,7 @@ from jax import lax
 def convolve_in_loop(
     operands: Sequence[jax.Array], params: Mapping[str, Any]
 ) -> jax.Array:
-    """Returns what `conv_general_dilated` does.
+    """Returns the same as `conv_general_dilated`.
 
     Args:
         operands: The images and the kernel.

@@ -31,7 +31,7 @@ class Constant:
 
 _CALLS = ("jit", "pjit")
 
-# A value is the number of its place in `Graph.avals`.
+# A value is given by its index in `Graph.avals`.
 Atom: TypeAlias = int | Constant
 
 
@@ -41,9 +41,9 @@ class Equation:
     """One primitive operation: `outputs = primitive(*inputs)`.
 
     Attributes:
-        jaxpr: What it computes, a program of its own; its inputs are `inputs`.
-        inputs: What it reads. Literals are part of the equation.
-        outputs: The values it makes.
+        jaxpr: The operation as a program of one equation, with inputs `inputs`.
+        inputs: The values and constants that it reads, without literals.
+        outputs: The values that it computes.
     """
 
     jaxpr: jex_core.Jaxpr
@@ -57,8 +57,8 @@ class Equation:
     def primitive(self) -> str:
         """The primitive's name, for example `"conv_general_dilated"`.
 
-        For what `call_equation` has made, the name of the function. A first power, as
-        jax 0.9 writes the derivative of a square, is a `"copy"`.
+        For an equation from `call_equation`, the name of the function. A first power is
+        a `"copy"` (jax 0.9 writes the derivative of a square with one).
         """
         name = self.jaxpr.eqns[0].primitive.name
         if name == "integer_pow" and self.params["y"] == 1:
@@ -67,24 +67,24 @@ class Equation:
 
     @functools.cached_property
     def rule(self) -> OpRule:
-        """What dafjax knows of the primitive."""
+        """The row of the primitive in the table of primitives."""
         return rule_of(self.primitive)
 
     @functools.cached_property
     def error(self) -> Error:
-        """What a small error of an operand does to the result."""
+        """The effect of a small error of an operand on the result."""
         if self.divisor is not None and self.rule.error is Error.SMOOTH:
             return Error.CONTINUOUS
         return self.rule.error_of(is_complex=self._is_complex)
 
     @property
     def is_tame(self) -> bool:
-        """Whether it is cheap, and a small error of an operand stays small."""
+        """Whether it is cheap and keeps a small error of an operand small."""
         return self.rule.is_cheap and self.error <= Error.CONTINUOUS
 
     @property
     def is_amplifying(self) -> bool:
-        """Whether a small error of an operand can become a huge one of the result."""
+        """Whether a small error of an operand can cause a huge one of the result."""
         return self.error is Error.AMPLIFIED
 
     @property
@@ -105,7 +105,7 @@ class Equation:
     def written(self) -> jex_core.JaxprEqn | None:
         """The equation as JAX wrote it; `None` for a call of several operations.
 
-        Calls that `call_equation` makes of one operation stand for that operation.
+        A call that `call_equation` makes of one operation stands for that operation.
         """
         (eqn,) = self.jaxpr.eqns
         while eqn.primitive.name in _CALLS:
@@ -117,7 +117,7 @@ class Equation:
 
     @property
     def operand_atoms(self) -> tuple[Atom, ...]:
-        """What the primitive reads, literals and repetitions included."""
+        """The operands of the primitive, including literals and repetitions."""
         atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
         return tuple(
             Constant(a.val) if isinstance(a, jex_core.Literal) else atoms[a]
@@ -126,9 +126,9 @@ class Equation:
 
     @property
     def key(self) -> Any:
-        """What equations that compute the same have in common, hashable.
+        """A hashable key that is the same for equations that compute the same.
 
-        `None` where that cannot be told, and of those that do more than compute.
+        `None` if there is no such key, or if the equation does more than compute.
         """
         (eqn,) = self.jaxpr.eqns
         atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
@@ -156,7 +156,7 @@ class Equation:
 
     @functools.cached_property
     def whole_input_values(self) -> tuple[int, ...]:
-        """Those of which all is read: not the table of a lookup, but its indices."""
+        """The inputs that it reads whole: of a lookup, the indices, not the table."""
         inputs = self.inputs[1:] if self.rule.looks_up else self.inputs
         return values_of(inputs)
 
@@ -217,22 +217,22 @@ class Equation:
             return size * self.contracted_size
         if self.primitive != "conv_general_dilated":
             return size
-        # What is padded, and zeros between the elements of a dilated operand, are not
+        # Padding, and zeros between the elements of a dilated operand, are not
         # multiplied.
         operands = (var.aval for var in eqn.invars)
         return _num_products_of_convolution(self.params, *operands, *results)
 
     @property
     def selects(self) -> bool:
-        """Whether its operands only decide which of others are taken."""
+        """Whether it selects: an operand only decides which of the others to take."""
         return self.primitive in ("select_n", "select_rectified")
 
     @property
     def makes_channels(self) -> bool:
-        """Whether the last axis of a product is one of features, made by weights.
+        """Whether it is a product with weights whose last axis holds features.
 
-        Of a convolution the axis of its features; of a `dot_general` one that its
-        second operand alone has, where that has no axis of examples.
+        For a convolution, this is the feature axis of the result. For a `dot_general`,
+        it is an axis of the second operand, which must not have a batch axis.
         """
         if self.primitive == "conv_general_dilated":
             (aval,) = self.jaxpr.outvars
@@ -246,9 +246,9 @@ class Equation:
 
     @property
     def is_fusible(self) -> bool:
-        """Whether XLA can run it in one kernel with others: all that it does is cheap.
+        """Whether it is cheap, so that XLA can fuse it into a kernel with others.
 
-        A call is, if all that is called is.
+        A call is fusible if everything that it calls is.
         """
         return _is_fusible(self.jaxpr)
 
@@ -261,19 +261,20 @@ class Equation:
     def may_repeat(self) -> bool:
         """Whether it may run a second time, as `jax.checkpoint` would run it.
 
-        Not where it reads or writes something outside the program, as `io_callback`.
+        False if it reads or writes something outside the program, as `io_callback`
+        does.
         """
         effects = self.jaxpr.eqns[0].effects
         return not remat_allowed_effects.filter_not_in(effects)
 
     @property
     def name_stack(self) -> str:
-        """The names of the scopes it stands in, and of transformations."""
+        """The names of its scopes and of the transformations applied to it."""
         return str(self.jaxpr.eqns[0].source_info.name_stack)
 
     @property
     def place(self) -> str:
-        """Where in the model it stands, for example `"ResNet/Block_0/Conv_0"`."""
+        """Its place in the model, for example `"ResNet/Block_0/Conv_0"`."""
         return place_of(self.jaxpr.eqns[0])
 
     @property
@@ -283,7 +284,7 @@ class Equation:
 
 
 def look_up(atoms: Iterable[Atom], env: Mapping[int, Any]) -> list[Any]:
-    """Returns what some atoms stand for, where `env` has the values."""
+    """Returns the values of some atoms: constants, or values found in `env`."""
     return [a.value if isinstance(a, Constant) else env[a] for a in atoms]
 
 
@@ -324,22 +325,22 @@ def call_equation(
     outputs: tuple[int, ...],
     source: Equation,
 ) -> Equation:
-    """Returns an equation that calls a function, in the place of another equation.
+    """Returns an equation that calls a function, at the place of another equation.
 
     Args:
-        function: The function, of arrays. Its name stands for that of a primitive.
+        function: The function, of arrays. Its name serves as the name of a primitive.
         avals: Shape and dtype of its arguments.
         inputs: The arguments.
-        outputs: The values that it makes.
-        source: The equation whose place in the model, and in the user's code, the new
-            one takes.
+        outputs: The values that it computes.
+        source: The new equation gets the place of this one in the model and in the
+            user's code.
     """
     jaxpr = jax.make_jaxpr(jax.jit(function))(*avals).jaxpr
     return in_place_of(Equation(jaxpr=jaxpr, inputs=inputs, outputs=outputs), source)
 
 
 def in_place_of(equation: Equation, source: Equation) -> Equation:
-    """Returns an equation with the place in the user's code that another one has."""
+    """Returns the equation with the place of `source` in the user's code."""
     (eqn,) = equation.jaxpr.eqns
     source_info = source.jaxpr.eqns[0].source_info
     jaxpr = equation.jaxpr.replace(eqns=[eqn.replace(source_info=source_info)])
@@ -353,10 +354,10 @@ def conversion(
 
     Args:
         aval: Shape and dtype of the value.
-        dtype: What it is converted to.
+        dtype: The dtype to convert to.
         value: The value.
-        result: What is made of it.
-        source: The equation whose place in the user's code it takes.
+        result: The number of the converted value.
+        source: The new equation gets the place of this one in the user's code.
     """
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(aval).jaxpr
     converted = Equation(jaxpr=jaxpr, inputs=(value,), outputs=(result,))
@@ -366,13 +367,13 @@ def conversion(
 def in_dtype(
     equation: Equation, values: Collection[int], dtype: Any, **params: Any
 ) -> Equation:
-    """Returns an equation that reads or makes some of its values in another dtype.
+    """Returns the equation with some of its inputs or outputs in another dtype.
 
     Args:
         equation: The equation.
-        values: These values.
-        dtype: Their dtype.
-        **params: Parameters of the primitive that are others then.
+        values: These inputs or outputs.
+        dtype: Their new dtype.
+        **params: Parameters of the primitive that change with the dtype.
     """
     jaxpr = equation.jaxpr
     (eqn,) = jaxpr.eqns
@@ -402,9 +403,9 @@ def in_dtype(
 
 
 def scan_arity(equation: Equation) -> tuple[int, int]:
-    """Returns how many operands of a `scan` are the same for all iterations.
+    """Returns how many operands of a `scan` are constant and how many are carried.
 
-    And how many are carried from one to the next. The rest are stacked.
+    Constant operands are the same for all iterations. The other operands are stacked.
     """
     params = equation.params
     if "num_consts" in params:
@@ -427,19 +428,19 @@ def values_of(atoms: Iterable[Atom]) -> tuple[int, ...]:
 
 
 def renumber(atoms: Sequence[Atom], numbers: Mapping[int, Atom]) -> tuple[Atom, ...]:
-    """Replaces every value by what `numbers` gives for it."""
+    """Replaces every value by its entry in `numbers`."""
     return tuple(numbers[atom] if isinstance(atom, int) else atom for atom in atoms)
 
 
-# Each draws anew, and has no effect that would say so.
+# Each of these draws new numbers in every call, but JAX lists no effect for it.
 _IMPURE = frozenset(["rng_uniform"])
 
 
 def _constant_key(value: Any) -> Any:
-    """Returns what equal constants have in common; arrays are equal to themselves."""
+    """Returns a key that is the same for equal constants; an array equals itself."""
     if np.ndim(value):
         return id(value)
-    # 0.0 and -0.0 are equal, but not in print.
+    # 0.0 and -0.0 are equal, but their `repr` differs.
     return jnp.result_type(value), repr(value)
 
 

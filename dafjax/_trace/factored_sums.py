@@ -1,8 +1,8 @@
-"""Sums of terms with a common factor, as that factor times a sum that is there.
+"""Replaces sums whose terms have a common factor: the factor times an existing sum.
 
-The gradient of a batch norm sums a cotangent, for the bias, and sums it once more times
-a number for each channel, for the mean. XLA does not see that the second sum is the
-first one times that number, and reads the whole array for it.
+The gradient of a batch norm sums a cotangent for the bias. For the mean, it sums the
+cotangent times a number per channel. XLA does not see that the second sum is the first
+one times that number, and reads the whole array for it.
 """
 
 import dataclasses
@@ -26,9 +26,10 @@ from dafjax._trace.graph import Graph, flatten
 
 
 def factor_sums(graph: Graph) -> tuple[list[Equation], list[jax.core.ShapedArray]]:
-    """Returns the equations of a graph, each such sum as a product, and all types.
+    """Returns the equations of a graph, with such sums as products, and all types.
 
-    What was summed there may be read by nothing then. Values are not numbered in order.
+    Afterwards, terms of the replaced sums may have no reader, and values are not
+    numbered in order.
     """
     avals = list(graph.avals)
     makers = {value: eqn for eqn in graph.equations for value in eqn.outputs}
@@ -51,7 +52,7 @@ def factor_sums(graph: Graph) -> tuple[list[Equation], list[jax.core.ShapedArray
 @final
 @dataclasses.dataclass(frozen=True)
 class _Summed:
-    """A value, and over which axes it is summed."""
+    """A value and the axes that it is summed over."""
 
     value: int
     axes: tuple[int, ...]
@@ -60,11 +61,11 @@ class _Summed:
 @final
 @dataclasses.dataclass(frozen=True)
 class _Factor:
-    """What all terms of a sum are multiplied by.
+    """A factor that all terms of a sum have in common.
 
     Attributes:
         value: A value, or a number; None stands for -1.
-        axes: Which axes of the terms those of the value are.
+        axes: For each axis of the value, the axis of the terms that it matches.
     """
 
     value: Atom | None
@@ -93,7 +94,7 @@ def _factored(
     makers: Mapping[int, Equation],
     avals: Sequence[jax.core.ShapedArray],
 ) -> tuple[int, list[_Factor]] | None:
-    """Returns a sum that is there, and the factors that make it that of `summed`."""
+    """Returns an existing sum, and the factors whose product with it sums `summed`."""
     factors: list[_Factor] = []
     while not factors or summed not in totals:
         eqn = makers.get(summed.value)
@@ -112,7 +113,7 @@ def _split(
     makers: Mapping[int, Equation],
     avals: Sequence[jax.core.ShapedArray],
 ) -> tuple[int, _Factor] | None:
-    """Returns what is summed, and the factor that is the same along some axes."""
+    """Returns the rest of a term, and a factor of it that is constant along `axes`."""
     shape = avals[eqn.outputs[0]].shape
 
     atoms = eqn.operand_atoms
@@ -159,7 +160,7 @@ def _product(
     factors: Sequence[_Factor],
     avals: list[jax.core.ShapedArray],
 ) -> list[Equation]:
-    """Returns equations that make the result of a sum, of another sum."""
+    """Returns equations that compute the result of a sum from another sum."""
     axes = eqn.params["axes"]
     left = [d for d in range(len(axes) + avals[total].ndim) if d not in axes]
 

@@ -1,13 +1,14 @@
-"""Gradients are finished where they are made.
+"""Runs the epilogue of each gradient right after the equation that computes it.
 
-What is left to do for the gradient of an argument is often a conversion: that of a
-float32 weight of which a model computes in bfloat16. JAX converts them when all of a
-layer is done. By then a tie may have come between, and the gradient is written in both
-dtypes. So all that only moves or converts a gradient comes right behind what makes it.
+The epilogue is often a conversion: the gradient of a float32 weight in a model that
+computes in bfloat16. JAX converts the gradients at the end of a layer. A barrier may
+come before the conversion, and the gradient is then written in both dtypes. So all
+equations that only move or convert a gradient run right after the one that computes it.
 
-Even there XLA:GPU converts in a kernel of its own. A matrix product sums in float32
-anyway: it gives that, unrounded, as XLA may by itself (`xla_allow_excess_precision`).
-(GPT-2 on an H200: 28 MB and eight kernels less for each layer.)
+Even there, XLA:GPU converts in a separate kernel. But a matrix product sums in float32
+anyway. So it returns float32, unrounded, as XLA may choose to do itself
+(`xla_allow_excess_precision`). (GPT-2 on an H200: 28 MB and eight kernels less for each
+layer.)
 """
 
 import collections
@@ -23,7 +24,7 @@ from dafjax._trace.residuals import Program
 
 
 def finishing_equations(program: Program) -> frozenset[Equation]:
-    """Returns what only converts, moves or negates one gradient."""
+    """Returns the equations that only convert, move or negate one gradient."""
     num_readers = collections.Counter(values_of(program.gradients))
     num_readers.update(v for eqn in program.backward for v in eqn.input_values)
     unfinished = set(values_of(program.gradients))
@@ -43,10 +44,10 @@ def finishing_equations(program: Program) -> frozenset[Equation]:
 
 
 def finish_early(program: Program) -> Program:
-    """Returns a program with what finishes a gradient behind what makes it.
+    """Returns the program with each gradient epilogue right after its gradient.
 
-    A matrix product in bfloat16 or float16 whose result is converted to float32 gives
-    float32.
+    If a matrix product is in bfloat16 or float16 and its result is converted to
+    float32, the product returns float32 instead.
     """
     finishing = finishing_equations(program)
     behind = {eqn.input_values[0]: eqn for eqn in finishing}
@@ -70,7 +71,11 @@ def finish_early(program: Program) -> Program:
 
 
 def _unrounded(program: Program, made: Sequence[Equation]) -> tuple[int, ...]:
-    """Returns what a matrix product and what finishes it make before it is float32."""
+    """Returns the values of a product and its epilogue before they become float32.
+
+    Empty if the product cannot return float32, or if no epilogue converts it to
+    float32.
+    """
     product, *others = made
     if product.primitive != "dot_general" or _says_how(product):
         return ()
@@ -89,13 +94,13 @@ _SUMMED_IN_FLOAT32 = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
 
 
 def _says_how(product: Equation) -> bool:
-    """Returns whether the user says in which dtype a product sums."""
+    """Returns whether the user chose the dtype that a product sums in."""
     algorithms = (lax.DotAlgorithm, lax.DotAlgorithmPreset)
     return isinstance(product.params["precision"], algorithms)
 
 
 def _in_float32(made: Sequence[Equation], values: Sequence[int]) -> list[Equation]:
-    """Returns a matrix product, and what finishes it, with values in float32."""
+    """Returns a matrix product and its epilogue with values in float32."""
     product, *others = made
     params = {"preferred_element_type": np.dtype(np.float32)}
     return [

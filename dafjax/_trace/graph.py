@@ -22,21 +22,22 @@ _CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
-    # What it would recompute is recomputed, or kept, as the plan says.
+    # The plan decides whether to recompute its values or to save them.
     "checkpoint": "jaxpr",
     "remat2": "jaxpr",
 }
 
-# Calls that carry a derivative rule. They are spliced in only after differentiation:
-# the rules have been applied then, and differentiating once more is refused.
+# Calls that carry a derivative rule. They are spliced in only after differentiation,
+# when the rules have been applied. A second differentiation is refused.
 _RULED_CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
 
-# Wrapped functions inside of a wrapped function are spliced in at once: the outermost
-# decides. This name on a result tells them from other functions with a rule.
+# Wrapped functions inside of a wrapped function are spliced in at once, because the
+# outermost decides. This name on a result distinguishes them from other functions with
+# a rule.
 _WRAPPED = "dafjax_wrapped"
 
 
@@ -45,16 +46,16 @@ _WRAPPED = "dafjax_wrapped"
 class Graph:
     """A flat, closed program.
 
-    Invariant: equations stand in an order in which they can be evaluated, and values
-    are numbered in the order in which they are made; the inputs come first.
+    Invariant: equations are in an order of evaluation, and values are numbered in the
+    order of their computation. The inputs come first.
 
     Attributes:
         avals: Shape and dtype of every value.
         num_inputs: How many of the values are inputs.
         equations: The operations.
-        outputs: What the program returns.
-        tags: The names that `jax.ad_checkpoint.checkpoint_name` gave to values, where
-            its equations are left out.
+        outputs: The values and constants that the program returns.
+        tags: The names that `jax.ad_checkpoint.checkpoint_name` gave to values, if its
+            equations are left out.
         tokens: The types of the values that are tokens. In `avals` they are arrays
             without elements.
     """
@@ -67,16 +68,16 @@ class Graph:
     tokens: Mapping[int, Any]
 
     def type_of(self, value: int) -> Any:
-        """Returns the type of a value, as functions of it are traced."""
+        """Returns the type to trace functions of a value with."""
         return self.tokens.get(value, self.avals[value])
 
 
 def live_equations(
     equations: Sequence[Equation], wanted: Iterable[Atom]
 ) -> tuple[Equation, ...]:
-    """Returns those of the equations that `wanted` depends on, in order.
+    """Returns the equations that `wanted` depends on, in order.
 
-    An equation with an effect, such as printing, is always among them.
+    Equations with an effect, such as printing, are always included.
     """
     needed = set(values_of(wanted))
     live = []
@@ -88,11 +89,11 @@ def live_equations(
 
 
 def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
-    """Turns a jaxpr into a `Graph`; calls in it are inlined.
+    """Turns a jaxpr into a `Graph` and inlines calls.
 
-    Calls with a derivative rule only if the program `is_differentiated` already, or if
-    the rule is that of a wrapped function. Then names of values become tags, too: what
-    is named is the value itself.
+    Inlines calls with a derivative rule only if the program `is_differentiated`
+    already, or if they call a wrapped function. If the program `is_differentiated`, the
+    equations that name values become tags of these values, too.
     """
     builder = _Builder(
         {*_CALLS, *_RULED_CALLS} if is_differentiated else _CALLS,
@@ -111,10 +112,10 @@ def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
 
 
 def stopped_outputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
-    """Returns which outputs of a program no gradient reaches, whatever its arguments.
+    """Returns, for each output, whether no gradient reaches it, whatever the arguments.
 
-    `jax.lax.stop_gradient` stops it. JAX knows that of an output of operations, but not
-    of a function with a derivative rule.
+    `jax.lax.stop_gradient` stops gradients. JAX knows this for an output of operations,
+    but not for an output of a function with a derivative rule.
     """
     graph = flatten(closed, is_differentiated=False)
     has_gradient = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in graph.avals]
@@ -129,7 +130,7 @@ def stopped_outputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
 
 
 def mark_as_wrapped(results: Sequence[Any]) -> list[Any]:
-    """Returns the results of a wrapped function, which can be recognized by them."""
+    """Marks the results of a wrapped function, so that it can be recognized."""
     marked = list(results)
     arrays = (n for n, result in enumerate(results) if is_array(jax.typeof(result)))
     for first in itertools.islice(arrays, 1):

@@ -1,8 +1,9 @@
-"""Lookups in a table read the table itself, and convert what they found.
+"""Moves lookups before the conversion of their table.
 
-A model that computes in bfloat16 converts its float32 embeddings, all of them, and
-looks some up. What was found is no residual, for it is cheap to find again: then all
-would be converted again wherever it is read. (GPT-2, of 5000 words: four times, 92 MB.)
+A model that computes in bfloat16 converts its whole float32 embedding table and then
+looks some rows up. The rows are not saved, because they are cheap to recompute. But
+each recomputation would convert the whole table again. (GPT-2, of 5000 words: four
+times, 92 MB.)
 """
 
 import dataclasses

@@ -35,7 +35,7 @@ class Operation:
 def operation_of(equation: Equation) -> Operation | None:
     """Returns the operation of an equation; `None` for a call of several operations.
 
-    JAX has no such calls here: dafjax makes them.
+    Only dafjax makes such calls, not JAX.
     """
     eqn = equation.written
     if eqn is None:

@@ -1,4 +1,4 @@
-"""A function's forward and backward programs, over one numbering of their values."""
+"""A function's forward and backward programs, with a joint numbering of values."""
 
 import dataclasses
 import functools
@@ -26,19 +26,18 @@ _SMALL_NBYTES = 16 * 1024
 class Program:
     """A function and its transpose, before anything is decided about residuals.
 
-    A residual is a value that is read by `backward` but made by `forward`, or an
-    argument. All equations of `backward` depend on a cotangent; whatever in the
-    transpose does not has been moved to the end of `forward`, where it is one more
-    thing that can be kept or recomputed.
+    A residual is a value that `backward` reads and that is an argument or computed by
+    `forward`. All equations of `backward` depend on a cotangent. Equations of the
+    transpose that do not are moved to the end of `forward`, where their results can be
+    saved or recomputed, too.
 
     Attributes:
         avals: Shape and dtype of every value.
         num_arguments: The arguments are the values `0 .. num_arguments - 1`.
         forward: The equations that do not depend on a cotangent.
-        results: What the function returns.
+        results: The values and constants that the function returns.
         cotangents: The values that stand for the cotangents of differentiable results.
-        backward: The equations that depend on a cotangent, those needed for
-        `gradients`.
+        backward: The equations that `gradients` needs and that depend on a cotangent.
         gradients: The cotangents of the perturbed arguments.
         perturbed: For every argument, whether it is differentiated.
         differentiable: For every result, whether it has a cotangent.
@@ -58,7 +57,7 @@ class Program:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Sixteen digits that tell this program from others."""
+        """A hash of this program, in sixteen digits."""
         return _digest(
             self.avals,
             (*self.forward, *self.backward),
@@ -70,11 +69,11 @@ class Program:
         return nbytes_of(self.avals[value])
 
     def is_large(self, value: int) -> bool:
-        """Returns whether it matters when a value is there, by its bytes."""
+        """Returns whether a value is so large that its lifetime matters."""
         return self.nbytes(value) > _SMALL_NBYTES
 
     def residuals(self) -> tuple[int, ...]:
-        """Returns what the backward pass reads of the forward pass, in order."""
+        """Returns the forward pass's values that the backward pass reads, in order."""
         made = {value for eqn in self.backward for value in eqn.outputs}
         made.update(self.cotangents)
         read = {value for eqn in self.backward for value in eqn.input_values}
@@ -83,10 +82,10 @@ class Program:
 
 
 def fingerprint_of_function(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> str:
-    """Returns sixteen digits that tell a function, not differentiated yet, from others.
+    """Returns a hash of a function that is not differentiated yet, in sixteen digits.
 
-    Where its loops and branches keep codes, its `Program` has their shapes, and another
-    fingerprint with other bits. This one stays the same.
+    If loops and branches of the function store codes, its `Program` has the shapes of
+    the codes, so its fingerprint changes with their bits. This hash does not.
     """
     graph = flatten(closed, is_differentiated=False)
     return _digest(
@@ -103,7 +102,7 @@ def _digest(avals: Iterable[Any], equations: Iterable[Equation], rest: str) -> s
 
 
 def _is_plain(param: Any) -> bool:
-    """Returns whether a parameter prints alike in every process."""
+    """Returns whether a parameter prints the same in every process."""
     if isinstance(param, tuple):
         return all(map(_is_plain, param))
     return param is None or isinstance(param, (bool, int, float, str))
@@ -119,8 +118,8 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
 
     Args:
         closed: The function.
-        perturbed: For every argument, whether it is differentiated. The others cause no
-            residuals.
+        perturbed: For every argument, whether it is differentiated. Other arguments
+            cause no residuals.
 
     Returns:
         The two programs.
@@ -148,7 +147,7 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
     equations, types = factor_sums(second)
     for eqn in live_equations(equations, second.outputs):
         inputs = renumber(eqn.inputs, numbers)
-        # What `jax.checkpoint` inside would compute again is there already.
+        # A `jax.checkpoint` inside recomputes values that `forward` has already made.
         there = made.find(dataclasses.replace(eqn, inputs=inputs))
         if there is not None:
             numbers.update(zip(eqn.outputs, there, strict=True))
@@ -185,11 +184,11 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
 
 
 class _Made:
-    """Finds the values that an equation would make, if others have made them."""
+    """Finds the results of an equation if an equal equation has computed them."""
 
     def __init__(self, equations: Sequence[Equation]) -> None:
         self._by_key: dict[Any, tuple[int, ...]] = {}
-        # The first of values that are equal.
+        # For each value, the first of those that equal it.
         self._first: dict[int, Atom] = {}
         for eqn in equations:
             key = self._key(eqn)
@@ -198,7 +197,7 @@ class _Made:
                 self._first.update(zip(eqn.outputs, first, strict=True))
 
     def find(self, eqn: Equation) -> tuple[int, ...] | None:
-        """Returns the values, or `None` if they are not there."""
+        """Returns the results, or `None` if no equal equation has computed them."""
         key = self._key(eqn)
         return None if key is None else self._by_key.get(key)
 

@@ -1,4 +1,4 @@
-"""Sums over leading axes, as programs run them."""
+"""Chooses how programs run sums over leading axes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +12,13 @@ from dafjax._typing import Array
 
 
 def summing_rows(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> jex_core.JaxprEqn:
-    """Returns an equation that computes the same, and sums rows by `sum_rows_p`.
+    """Returns an equation that computes the same, but sums rows with `sum_rows_p`.
 
     Args:
         eqn: Any equation.
-        operands: Arrays that it is run on. Types that say how devices share them are
-            those of these, not of the equation, and such sums stay as they are.
+        operands: The arrays that it runs on. Their types have the shardings; the types
+            in the equation do not. Sums of arrays on explicit axes of a mesh stay as
+            they are.
     """
     if not _sums_rows(eqn, operands):
         return eqn
@@ -27,13 +28,13 @@ def summing_rows(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> jex_core.Ja
 
 
 def sums_of_groups(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> Array | None:
-    """Returns what an equation sums of groups of rows, float32 `[groups, *columns]`.
+    """Returns an equation's sums over groups of rows, float32 `[groups, *columns]`.
 
-    They add up to its result. `None` if it sums no rows, or they are one group.
+    They add up to its result. `None` if it sums no rows, or if the rows form one group.
 
     Args:
         eqn: Any equation.
-        operands: As `summing_rows` takes them.
+        operands: The arrays that it runs on, as in `summing_rows`.
     """
     if not _sums_rows(eqn, operands):
         return None

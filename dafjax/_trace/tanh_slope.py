@@ -1,8 +1,8 @@
-"""The derivative of `tanh` as one factor of a cotangent.
+"""Writes the derivative of `tanh` as one factor of a cotangent.
 
-Up to version 0.10, JAX takes `c (1 - y)` for the cotangent `c` and adds `y` times that:
-two terms that cancel each other where `y` is near -1. Noise of the two, taken as
-independent, does not cancel. As `c (1 - y^2)`, as later versions have it, there is one.
+Up to version 0.10, JAX computes `c (1 - y)` from the cotangent `c` and adds `y` times
+that. The two terms cancel where `y` is near -1. If the noise of the two is treated as
+independent, it does not cancel. `c (1 - y^2)`, as in later versions, is a single term.
 """
 
 import collections
@@ -22,12 +22,12 @@ def name_slopes(
     used: Iterable[Atom],
     avals: Sequence[jax.core.ShapedArray],
 ) -> tuple[tuple[Equation, ...], tuple[Equation, ...]]:
-    """Returns the equations, with such slopes as one operation of the forward pass.
+    """Returns the equations, with such derivatives as one operation of `forward`.
 
     Args:
-        forward: What does not depend on a cotangent.
-        backward: What does.
-        used: What is read beside, by other programs.
+        forward: The equations that do not depend on a cotangent.
+        backward: The equations that depend on a cotangent.
+        used: The values and constants that are also read elsewhere.
         avals: Shape and dtype of every value.
     """
     makers = {value: eqn for eqn in (*forward, *backward) for value in eqn.outputs}
@@ -56,7 +56,10 @@ def one_minus_square(x: jax.Array) -> jax.Array:
 def _terms(
     eqn: Equation, makers: Mapping[int, Equation], reads: Mapping[int, int]
 ) -> tuple[Equation, Equation, Equation, int] | None:
-    """Returns what makes `c (1 - y)`, `c (1 - y) y` and `1 - y` for a sum, and `y`."""
+    """Returns the equations of `c (1 - y)`, `c (1 - y) y` and `1 - y`; and `y`.
+
+    `None` if `eqn` is not a sum of the first two.
+    """
     if eqn.primitive != "add_any" or len(eqn.input_values) != 2:
         return None
     first, second = (makers.get(value) for value in eqn.input_values)
@@ -68,7 +71,7 @@ def _terms(
         return None
     if first.outputs[0] not in second.input_values:
         first, second = second, first
-    # Nothing else reads them, or they would be there anyway.
+    # If another equation reads the terms, they are computed anyway.
     if (reads[first.outputs[0]], reads[second.outputs[0]]) != (2, 1):
         return None
     for y in second.input_values:
@@ -82,7 +85,7 @@ def _terms(
 
 
 def _complemented(eqn: Equation, makers: Mapping[int, Equation]) -> int | None:
-    """Returns what an equation takes from one, if it does."""
+    """Returns the value that an equation subtracts from 1; `None` if it does not."""
     if eqn.primitive != "sub":
         return None
     one, value = eqn.operand_atoms
@@ -92,7 +95,7 @@ def _complemented(eqn: Equation, makers: Mapping[int, Equation]) -> int | None:
 def _is_one(atom: Atom, makers: Mapping[int, Equation]) -> bool:
     if isinstance(atom, Constant):
         return np.ndim(atom.value) == 0 and atom.value == 1
-    # On meshes with explicit axes numbers are placed.
+    # On meshes with explicit axes, an equation places the number on devices.
     eqn = makers.get(atom)
     if eqn is None or not eqn.rule.keeps_values or len(eqn.operand_atoms) != 1:
         return False

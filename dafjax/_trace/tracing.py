@@ -1,4 +1,4 @@
-"""Functions as programs: tracing them, and what a whole program contains."""
+"""Traces functions, and searches whole programs."""
 
 import collections
 import math
@@ -18,15 +18,15 @@ from dafjax._trace.equation import place_of
 def trace(
     fun: Callable[..., Any], leaves: Sequence[Any]
 ) -> tuple[ClosedJaxpr, tuple[Any, ...], Any]:
-    """Traces a function of flat arguments; what it closes over becomes arguments.
+    """Traces a function of flat arguments; values that it closes over become arguments.
 
     Args:
         fun: The function. It may return any pytree of arrays.
-        leaves: Its arguments, or what stands for their shapes and dtypes.
+        leaves: Its arguments, or their shapes and dtypes.
 
     Returns:
-        The traced function of the values closed over, then the arguments; the values
-        closed over; the structure of the result.
+        The traced function, which takes the values closed over before the arguments;
+        the values closed over; the structure of the result.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*leaves)
     jaxpr = closed.jaxpr
@@ -43,15 +43,15 @@ def trace(
 
 
 def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """Returns the function that was traced, of flat arguments, with a flat result."""
+    """Returns a program as a function with flat arguments and a flat result."""
     return jex_core.jaxpr_as_fun(closed)
 
 
 def trace_context() -> Any:
-    """Returns what a trace depends on beside its arguments, hashable.
+    """Returns everything that a trace depends on beside its arguments, hashable.
 
-    Settings such as `jax_enable_x64` and the default matmul precision, and the axes
-    that `vmap` and `shard_map` have named.
+    This includes settings, such as `jax_enable_x64` and the default matmul precision,
+    and the axes that `vmap` and `shard_map` have named.
     """
     return config.trace_context()
 
@@ -62,14 +62,14 @@ def is_staging() -> bool:
 
 
 def is_tracing() -> bool:
-    """Returns whether a transformation of JAX is under way."""
+    """Returns whether JAX is running a transformation."""
     return not trace_state_clean()
 
 
 def largest_nbytes(jaxpr: jex_core.Jaxpr) -> int:
-    """Returns the bytes of the largest value that a program makes, at whatever depth.
+    """Returns the bytes of the largest value that a program computes, at any depth.
 
-    0 if it makes none.
+    0 if it computes none.
     """
     largest = 0
     for eqn in jaxpr.eqns:
@@ -87,9 +87,9 @@ def nbytes_of(aval: Any) -> int:
 def count_calls(closed: ClosedJaxpr) -> collections.Counter[str]:
     """Counts how often a program calls each function that `jax.jit` wraps, by name.
 
-    A call in the body of a `scan` counts once for each iteration. Of a function that
-    has been split (JAX moves what is the same in every iteration out of a loop), the
-    largest part counts.
+    A call in the body of a `scan` counts once for each iteration. JAX may split a
+    function, to move the part that is the same in every iteration out of a loop. Then
+    only the largest part counts.
     """
     calls: dict[str, collections.Counter[int]] = {}
 
@@ -108,10 +108,11 @@ def count_calls(closed: ClosedJaxpr) -> collections.Counter[str]:
 
 
 def count_live(closed: ClosedJaxpr, reader: str, maker: str) -> list[tuple[Any, int]]:
-    """Counts how many there are at once of what a program keeps for each reader.
+    """Counts, for each reader in a program, how many copies of its values are live.
 
-    A loop that makes things for another loop to read stacks them; one that makes things
-    and reads them itself, as one over micro-batches does, has those of one iteration.
+    If one loop makes values and another reads them, the first stacks them. If a loop
+    both makes and reads values, as a loop over micro-batches does, only the values of
+    one iteration are live.
 
     Args:
         closed: The program.
@@ -119,8 +120,8 @@ def count_live(closed: ClosedJaxpr, reader: str, maker: str) -> list[tuple[Any, 
         maker: Name of the primitive that makes.
 
     Returns:
-        The equations that read, each with the number of iterations whose things are
-        there together.
+        The equations that read, each with the number of iterations whose values are
+        live at once.
     """
 
     def visit(jaxpr: jex_core.Jaxpr) -> tuple[bool, list[tuple[Any, int]]]:
@@ -131,7 +132,7 @@ def count_live(closed: ClosedJaxpr, reader: str, maker: str) -> list[tuple[Any, 
                 counts.append((eqn, 1))
             length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             in_bodies = list(map(visit, jaxprs_in_params(eqn.params)))
-            # What `lax.platform_dependent` makes: one body runs.
+            # The equation comes from `lax.platform_dependent`: only one body runs.
             if eqn.params.get("branches_platforms"):
                 makes_inside = any(makes for makes, _ in in_bodies)
                 in_bodies = [(makes_inside, _most_of_each(c for _, c in in_bodies))]
@@ -145,7 +146,7 @@ def count_live(closed: ClosedJaxpr, reader: str, maker: str) -> list[tuple[Any, 
 
 
 def _most_of_each(branches: Iterable[list[tuple[Any, int]]]) -> list[tuple[Any, int]]:
-    """Returns what one branch of several can have, of equal equations the most."""
+    """Returns the counts of the branches, merged: for equal equations, the largest."""
     most: dict[Any, list[tuple[Any, int]]] = {}
     for counts in branches:
         alike: dict[Any, list[tuple[Any, int]]] = {}
@@ -158,7 +159,7 @@ def _most_of_each(branches: Iterable[list[tuple[Any, int]]]) -> list[tuple[Any, 
 
 
 def names_in(closed: ClosedJaxpr) -> frozenset[str]:
-    """Returns the names of values and scopes of a program, at whatever depth."""
+    """Returns the names of values and scopes of a program, at any depth."""
     names: set[str] = set()
 
     def visit(jaxpr: jex_core.Jaxpr) -> None:
@@ -174,12 +175,12 @@ def names_in(closed: ClosedJaxpr) -> frozenset[str]:
 
 
 def names_of_place(place: str) -> tuple[str, ...]:
-    """Returns a place in the model and the parts of it."""
+    """Returns a place in the model and each part of its path."""
     return (place, *place.split("/")) if place else ()
 
 
 def has_primitive(closed: ClosedJaxpr, names: Container[str]) -> bool:
-    """Returns whether a program runs one of some primitives, at whatever depth."""
+    """Returns whether a program runs any of the named primitives, at any depth."""
 
     def found(jaxpr: jex_core.Jaxpr) -> bool:
         return any(
