@@ -86,7 +86,7 @@ def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
 
     Args:
         plan: The program and its saved residuals.
-        parts: The chunks in which residuals can be decoded.
+        parts: How residuals can be decoded in chunks.
 
     Returns:
         One step per equation, and a last one for the gradients.
