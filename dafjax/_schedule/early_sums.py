@@ -33,7 +33,7 @@ class Stage(NamedTuple):
 def with_early_sums(
     program: Program, equations: Sequence[Equation], packed: Container[int]
 ) -> tuple[Stage, ...]:
-    """Returns the equations in an order in which sums over packed values come first.
+    """Reorders equations so that sums over packed values run before the barrier.
 
     Args:
         program: The program of the equations.
