@@ -274,7 +274,8 @@ def _read_late(plan: ProgramPlan, equation: Equation) -> Collection[Atom]:
     If the equation computes a large result from little input, such as random bits from
     a key, these are all operands, because small inputs mostly exist from the start.
     Otherwise these are large slices, and large arguments that are copied before use:
-    XLA:GPU would rearrange the weights of all convolutions at the start.
+    XLA:GPU would rearrange the weights of all convolutions at the start. Cheap
+    equations have no such operands.
     """
     if equation.rule.is_cheap:
         return ()

@@ -14,7 +14,7 @@ stages. A stage begins
 - before the first decode after an expensive equation, or at an earlier equation where
   far fewer bytes are live;
 - after an expensive equation if something was recomputed for it from a large residual
-  that is read again. Otherwise both arrays live while the equation runs: for example
+  that is read again. Otherwise both arrays stay live while it runs: for example
   attention probabilities and the exponentials that they are computed from.
 
 One barrier at the beginning of a stage takes
@@ -46,9 +46,9 @@ the peak:
   after the results of the previous one exist. (Not where XLA decodes inside the
   consuming kernels: `dafjax/_native/_fused.py`.)
 - An expensive equation reads its cotangents through a barrier together with its
-  restored operands: XLA:CPU copies operands into the layout that it multiplies in, and
-  copies the operands that are ready first. (XLA:GPU makes such copies where it computes
-  the operands.)
+  restored operands. XLA:CPU copies operands into the layout that it multiplies in, as
+  soon as they are ready, so copied cotangents would be live while the other operands
+  are restored. (XLA:GPU makes such copies where it computes the operands.)
 - Large arguments (weights) that are copied before use are copied no earlier than the
   stage begins. XLA would transpose all of them at the start of the program, and slice
   all weights at the start of an iteration.

@@ -94,7 +94,7 @@ class Signals:
         return math.prod(squares, start=float(self.size(value)))
 
     def squared_factor(self, equation: Equation) -> float | None:
-        """Returns by what factor the result has larger squares than its only operand.
+        """Returns the factor from the squares of the only operand to the result's.
 
         Returns `None` if the result's elements are not the operand's, moved, repeated,
         negated or multiplied by a number.
