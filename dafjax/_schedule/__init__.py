@@ -1,1 +1,1 @@
-"""The two passes of a plan: what runs when, and what is packed and unpacked for it."""
+"""Runs a plan's two passes: orders equations, packs and decodes residuals."""

@@ -1,14 +1,14 @@
-"""Runs a stretch of the backward pass in parts that stay arrays of their own.
+"""Runs a stage of the backward pass in unrolled chunks, on GPUs.
 
-In a loop XLA:GPU launches each kernel anew for each part, and copies what a product
-reads out of the whole, and what it makes into it. So on GPUs the parts, if there are
-any and four at most, run one after another in the program, and what goes on stays in
-parts, for the stretches that follow.
+In a `fori_loop` XLA:GPU launches every kernel once per chunk, slices the operands of
+products out of whole arrays, and copies their results into whole arrays. So on GPUs
+chunks are unrolled (at most four), and their results stay separate arrays for the
+following stages.
 
-Where there is but one part it is the levels that count: the sums over rows come first,
-and what depends on them decodes again. Codes are few, and decoding is done in the
-kernels that read values: else XLA:GPU would write for the second what it decoded for
-the first.
+With a single chunk the reduction depths still matter: the sums over rows come first,
+and equations that depend on them decode their residuals again. Codes take little
+memory, and decoding is fused into its consumers. Otherwise XLA:GPU would write to
+memory for the second loop what it decoded for the first.
 """
 
 import collections
@@ -29,13 +29,13 @@ from dafjax.codecs import AbstractCodec
 
 
 class Made(NamedTuple):
-    """What was made in parts.
+    """The results of unrolled chunks.
 
     Attributes:
         sums: The sums over rows.
-        results: The parts of each result.
-        samples: What `sample_rows` returned for the parts of each value.
-        token: What tells that they are there.
+        results: The chunks of each result.
+        samples: The `sample_rows` of each chunk of each sampled value.
+        token: A token that waits for all of them.
     """
 
     sums: dict[int, Array]
@@ -55,18 +55,18 @@ def run_apart(
     token: Array,
     sampled: Sequence[int],
 ) -> Made:
-    """Runs one loop of a division, part after part.
+    """Runs one loop of a chunk plan, chunk after chunk.
 
     Args:
-        plan: What was kept.
-        division: What the loop is one of.
+        plan: The program and its saved residuals.
+        division: The chunk plan that the loop belongs to.
         loop: The loop.
-        packed: What is unpacked in it.
-        codecs: How.
-        values: What is there of its sources, whole or in parts.
-        env: What is at hand: everything else that is read.
-        token: What it waits for, a scalar that is 0.
-        sampled: Values that are made in it by rows.
+        packed: The packed residuals that are decoded in the loop.
+        codecs: The codecs of the residuals.
+        values: The live values, whole or chunked, among them the loop's sources.
+        env: The live values: all other operands.
+        token: A scalar 0 that the loop waits for.
+        sampled: Values to sample that the loop computes in chunks.
     """
     running = _Running(
         plan, division, loop, packed, codecs, values, env, token, sampled
@@ -78,7 +78,7 @@ def run_apart(
 
 @final
 class _Running:
-    """What the parts have in common, and what was made of those that ran."""
+    """What the chunks share, and the results of those that ran."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _Running:
         self._samples: dict[int, tuple[RowMeans, ...]] = {v: () for v in sampled}
 
     def run_part(self, number: int) -> None:
-        """Runs a part, behind those before it."""
+        """Runs a chunk after those before it."""
         part: dict[int, Any] = {v: xs[number] for v, xs in self._sources.items()}
         run_pieces(
             self._division,
@@ -129,14 +129,14 @@ class _Running:
             self._samples[value] += (sample,)
 
     def finish(self) -> Made:
-        """Returns what was made."""
+        """Returns the results of all chunks."""
         return Made(self._sums.finish(), self._results, self._samples, self._token)
 
     def _wait_for(self, made: ArrayTree) -> ArrayTree:
-        """Makes what follows wait for what was made, and returns it.
+        """Puts a barrier after the results of a chunk, and returns them.
 
-        Else XLA:GPU puts sums off that are read later, to take them in another kernel,
-        and writes for that what they are of.
+        Otherwise XLA:GPU delays sums that are read later into another kernel, and
+        writes their operands to memory for it.
         """
         made, self._token = tie_tree(made, self._token)
         return made
@@ -148,7 +148,8 @@ class _Running:
         self._token = tie_waiting(item, part, self._token, fused=fused)
         packed = self._packed[value]
         if fused:
-            # As a whole they are in memory; a part would be copied for the tie.
+            # The whole packed arrays are in memory; chunks would be copied for the
+            # barrier.
             packed, self._token = tie_tree(packed, self._token)
         codes = jax.tree.map(lambda x: self._division.rows.split(x)[number], packed)
         like = self._likes[value]

@@ -1,4 +1,4 @@
-"""The backward pass, run equation by equation as scheduled."""
+"""Runs the backward pass, equation by equation, as scheduled."""
 
 import collections
 import itertools
@@ -50,18 +50,18 @@ def run_backward(
     """Computes the cotangents of the perturbed arguments.
 
     Args:
-        plan: What was kept.
-        codecs: What each value is packed with, as it was for `run_forward`.
-        schedule: What `schedule_backward` made of the plan.
-        arguments: The arguments that `plan.arguments` names.
-        stored: What `run_forward` returned for `plan.kept`.
+        plan: The program and its saved residuals.
+        codecs: The codec of each value, the same as for `run_forward`.
+        schedule: The steps that `schedule_backward` returned for the plan.
+        arguments: The arguments listed in `plan.arguments`.
+        stored: The values that `run_forward` returned for `plan.kept`.
         cotangents: The cotangents of the differentiable results.
-        store: Where packed values wait.
-        ties: Which ties are made.
-        is_apart: Whether the schedule is for parts that stay apart (`apart.py`): then
-            it runs on a GPU.
-        fills_late: Whether zeros that gradients of lookups are added to are made no
-            earlier than that.
+        store: Where packed values are saved.
+        ties: Which barriers to insert.
+        is_apart: Whether the schedule is for unrolled chunks (`apart.py`). Then it runs
+            on a GPU.
+        fills_late: Whether to delay the creation of the zeros that lookup gradients
+            are added to.
 
     Returns:
         One cotangent for each perturbed argument.
@@ -84,7 +84,7 @@ def run_backward(
 
 @final
 class _RunningBackward:
-    """What is there while the equations run."""
+    """The live values while the backward pass runs."""
 
     def __init__(
         self,
@@ -109,17 +109,19 @@ class _RunningBackward:
         }
         waiting.update((v, item.handle) for v, item in self._measured.items())
         self._waiting = waiting
-        # What is taken from the store and through a tie, to be unpacked in parts.
+        # Packed values that a barrier has delayed, for decoding in a chunk loop.
         self._taken: dict[int, ArrayTree] = {}
         self._codecs = codecs
         self._is_apart = is_apart
         self._filled_late = filled_late
-        # What has to be in memory in the stretch that runs.
+        # Values of the current stage that must be in memory (see `written`).
         self._written: set[int] = set()
         self._env = Values()
-        # XLA cannot make it again of what it was made of.
+        # Results of chunk loops: XLA cannot recompute them from their operands, so they
+        # are barrier inputs only.
         self._of_loops: set[int] = set()
-        # Carries the dependency on the backward pass to unpacking; never read.
+        # Carries the dependency on the backward pass to the decodes. Its value is
+        # unused.
         self._token: jax.Array = jnp.zeros((), jnp.uint8)
         noise = {v: item.rounding_noise for v, item in self._measured.items()}
         self._probe = Probe(plan, noise) if self._measured else None
@@ -137,7 +139,7 @@ class _RunningBackward:
         self._learn({v: waiting[v] for v, k in self._kept.items() if k.codec is None})
 
     def run(self, stretch: Sequence[Step]) -> None:
-        """Runs a stretch, in parts if it can."""
+        """Runs a stage, in chunks if it has a chunk plan."""
         if stretch[0].begins:
             self._begin(stretch[0])
         self._written = written(
@@ -205,7 +207,7 @@ class _RunningBackward:
         self._env.update(zip(settled, values[behind + 1 :], strict=True))
 
     def _at_hand(self, delayed: Iterable[int]) -> MutableMapping[int, Any]:
-        """Returns what can be read, some arguments no earlier than now."""
+        """Returns the live values. Reads of the `delayed` ones wait for the token."""
         if not self._ties.arguments:
             return self._env
         late = {v: not_before(self._token, self._env[v]) for v in delayed}
@@ -215,14 +217,18 @@ class _RunningBackward:
         at_hand = self._at_hand(step.delayed)
         self._run_whole(step.restored, at_hand)
         if step.joined and self._ties.operands and not self._is_apart:
-            # XLA:GPU makes copies of operands where it makes the operands.
+            # XLA:GPU copies operands where it computes them, so the barrier is only for
+            # CPUs.
             values = tie(*(self._env[v] for v in step.joined), only_on_cpus=True)
             self._env.update(zip(step.joined, values, strict=True))
         if step.equation is not None:
             self._compute(step.equation, at_hand)
 
     def _take(self, division: Division) -> None:
-        """Takes what is unpacked in parts: XLA prepares it no earlier than that."""
+        """Delays the packed values that chunk loops decode.
+
+        Without the barrier XLA prepares them earlier.
+        """
         packed = {v: self._packed(v) for v in division.unpacked}
         packed, self._token = tie_tree(packed, self._token)
         self._taken.update(packed)
@@ -328,12 +334,13 @@ class _RunningBackward:
         if self._filled_late.isdisjoint(equation.outputs):
             operands = look_up(equation.inputs, at_hand)
             if equation.rule.cost is Cost.DRAW:
-                # Else XLA draws once, in the forward pass, and keeps the numbers.
+                # Otherwise XLA draws once, in the forward pass, and keeps the random
+                # numbers.
                 operands = [not_before(self._token, x) for x in operands]
             outputs = evaluate(equation, operands)
         else:
             outputs = fill_not_before(self._token, equation)
-        # What is kept is taken from what was kept, never recomputed.
+        # A saved value comes from the store, never from a recomputation.
         made = zip(equation.outputs, outputs, strict=True)
         self._learn(self._in_order({v: x for v, x in made if v not in self._kept}))
 
@@ -342,10 +349,11 @@ class _RunningBackward:
 
 
 def _read_in_rows(program: Program) -> frozenset[int]:
-    """Returns what products without batch dimensions read.
+    """Returns the operands of products without batch dimensions.
 
-    Which dimensions of it are rows is another in the gradient of a weight than in that
-    of what the weight is multiplied with: both read it as it lies in row-major order.
+    The gradient of a weight and the cotangent of the weight's other operand contract
+    different dimensions of the incoming cotangent. In row-major order both can read it
+    without a copy.
     """
     products = (eqn for eqn in program.backward if eqn.primitive == "dot_general")
     return frozenset(
@@ -357,9 +365,10 @@ def _read_in_rows(program: Program) -> frozenset[int]:
 
 
 def _filled_for_lookups(plan: ProgramPlan) -> frozenset[int]:
-    """Returns the arrays of zeros that gradients of lookups are added to.
+    """Returns the arrays of zeros that lookup gradients are added to.
 
-    XLA makes them at the start, XLA:GPU those of all lookups in one kernel.
+    XLA creates them at the start of the program, XLA:GPU those of all lookups in one
+    kernel.
     """
     fills = {
         eqn.outputs[0] for eqn in plan.recomputed.values() if eqn.filling is not None
@@ -376,13 +385,16 @@ def _tied_values(step: Step, ties: Ties, awaited: Container[int]) -> tuple[int, 
     if not ties.outgoing and step.equation is not None:
         read = step.equation.input_values
         cotangents = tuple(v for v in cotangents if v in read)
-    # Those that are only waited for come first.
+    # Barrier inputs only come first, as `num_awaited` of `tie` requires.
     cotangents = tuple(sorted(cotangents, key=lambda v: v not in awaited))
     return cotangents + (step.given if ties.cotangent else ())
 
 
 def _behind(token: jax.Array, gradients: Sequence[Any]) -> list[Any]:
-    """Makes a gradient depend on the last token: XLA drops what nobody reads."""
+    """Makes the smallest gradient depend on the last token.
+
+    Without it nothing reads the token, and XLA drops the barrier that returns it.
+    """
     behind = list(gradients)
     waiting = [n for n, x in enumerate(behind) if _can_wait(x)]
     if waiting:
@@ -392,13 +404,13 @@ def _behind(token: jax.Array, gradients: Sequence[Any]) -> list[Any]:
 
 
 def _can_wait(gradient: Any) -> bool:
-    """Returns whether XLA keeps a gradient, and so what it waits for."""
+    """Returns whether XLA keeps a gradient, and so the operations it depends on."""
     is_number = can_be_tied(gradient) and gradient.dtype != jax.dtypes.float0
     return is_number and gradient.size > 0
 
 
 def _tied_to(gradients: list[Any], done: jax.Array) -> list[Any]:
-    """Makes gradients depend on a call that is made for what else it does."""
+    """Makes one gradient depend on a call that is made for its side effect."""
     for number, gradient in enumerate(gradients):
         if _can_wait(gradient):
             (tied,) = hold(gradient, after=[done])

@@ -1,8 +1,8 @@
-"""Sums of what is packed, taken where it is packed.
+"""Fuses sums over packed values with the packing.
 
-A batch norm sums what a convolution gave, and its squares, over all but the channels.
-Where that is packed in blocks of channels, packing gives the sums (on GPUs of what is
-in registers then): nothing reads all of it for them.
+A batch norm sums a convolution's result and its squares over all axes but the channels.
+If that value is packed with per-channel groups, packing also returns these sums (on
+GPUs from values in registers), and no other kernel reads the whole value for them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from dafjax.codecs import AbstractCodec
 
 
 class ColumnSums(NamedTuple):
-    """Equations that packing a value makes needless.
+    """Equations that packing a value replaces.
 
     Attributes:
-        of_values: Those that sum it over all axes but the last.
-        of_squares: Those that sum its squares.
+        of_values: Equations that sum the value over all axes but the last.
+        of_squares: Equations that sum its squares over these axes.
     """
 
     of_values: tuple[Equation, ...]
@@ -33,12 +33,12 @@ def find_column_sums(
     equations: Sequence[Equation],
     codecs: Mapping[int, AbstractCodec],
 ) -> dict[int, ColumnSums]:
-    """Returns for each value that is packed so which of the equations sum it, if any.
+    """Returns the equations whose sums packing can compute, for each such value.
 
     Args:
-        program: What the equations are of.
-        equations: Those of the forward pass that run.
-        codecs: How values are packed.
+        program: The program of the equations.
+        equations: The equations of the forward pass that run.
+        codecs: The codec of each value.
     """
     squares = {
         eqn.outputs[0]: eqn.input_values[0] for eqn in equations if eqn.is_square

@@ -1,13 +1,13 @@
-"""Which stretches of the backward pass run in parts of their rows, and how.
+"""Chunk plans: which stages of the backward pass run in chunks, and how.
 
-A part of the rows, a few of the examples, is unpacked, recomputed, and run through all
-of a stretch before the next part is unpacked. So nothing but what comes from before the
-stretch, and what goes on, is there as a whole; and a result is written part by part in
-the place of something that is not read any more.
+A chunk is a few rows of the batch axis. It is decoded, recomputed and run through all
+of a stage before the next chunk is decoded. So only the stage's inputs and outputs
+exist as whole arrays. A result is written chunk by chunk into the buffer of an input
+that has had its last use.
 
-Sums over rows, such as the gradient of a weight, are taken part by part. What depends
-on a sum comes in another loop behind it, in which what is cheap is computed again: a
-norm takes one loop for its sums, and one for the gradient of what it normalized.
+Sums over rows, such as the gradient of a weight, are accumulated over the chunks.
+Equations that depend on a sum run in a second chunk loop, which recomputes what is
+cheap. A norm takes one loop for its sums and one for the gradient of its input.
 """
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -29,19 +29,19 @@ def divide(
     parts: Parts,
     in_parts: Mapping[int, Rows],
 ) -> Division | None:
-    """Returns how a stretch runs in parts of its rows, `None` if it does not.
+    """Returns the chunk plan of a stage, `None` if it is not chunked.
 
-    It does where large residuals are unpacked in it that all have the same rows and are
-    not much smaller than the largest of all, and everything that is made of them is
-    made row by row, or is a small sum over rows. And where something is read that is
-    there in parts.
+    A stage is chunked if it decodes large residuals that have the same number of rows
+    and are not much smaller than the largest residual of the program, and if every
+    equation on them works row by row or is a small sum over rows. It is also chunked if
+    it reads a chunked value.
 
     Args:
-        plan: What is kept.
-        stretch: The steps.
-        later: What is read after them.
-        parts: In which parts residuals can be unpacked.
-        in_parts: What is there in parts, and in which.
+        plan: The program and its saved residuals.
+        stretch: The steps of the stage.
+        later: The values that are read after the stage.
+        parts: How residuals can be decoded in chunks.
+        in_parts: The live chunked values, with their chunks.
     """
     program = plan.program
     pieces = list(_pieces(stretch))
@@ -67,7 +67,7 @@ def divide(
     products = [p for p in runs if isinstance(p, Equation) and not p.rule.is_cheap]
     if not loops or len(products) > len(set(products)):
         return None
-    # A sum is there twice while a part is added to it.
+    # Two copies of a sum exist while a chunk is added to it.
     sums = [v for loop in loops for eqn in loop.sums for v in eqn.outputs]
     if is_divided and 2 * _nbytes(program, sums) > _nbytes(program, {*large, *there}):
         return None
@@ -75,7 +75,7 @@ def divide(
 
 
 def read_in(stretch: Iterable[Step]) -> set[int]:
-    """Returns what is read in a stretch."""
+    """Returns the values that the equations of a stage read."""
     equations = (
         eqn
         for step in stretch
@@ -97,9 +97,9 @@ def _nbytes(program: Program, values: Iterable[int]) -> int:
 
 @final
 class _Levels:
-    """Finds how many sums, one after another, have to be there before each value.
+    """Finds the reduction depth of each value: how many sums it needs in sequence.
 
-    What needs none is of level 0 and runs in the first loop.
+    Values of depth 0 need no sum and are computed in the first loop.
     """
 
     def __init__(
@@ -108,23 +108,24 @@ class _Levels:
         self._program = program
         self._num_rows = num_rows
         self._is_finishing = finishing
-        # The level of what is made in parts alone, and of what is made as a whole.
+        # Reduction depth of values that exist only in chunks, and of whole values.
         self._level_of_parts: dict[int, int] = {}
         self._level_of_whole: dict[int, int] = {}
         self._by_rows: list[Unpacking | Equation] = []
         self._sums: list[tuple[int, Equation]] = []
-        # What finishes sums; and the levels of loops that make sums or finish them.
+        # Gradient epilogues of sums with their depths; and the depth of the loop that
+        # computes each sum or its epilogue.
         self._finishing: list[tuple[int, Equation]] = []
         self._level_of_sum: dict[int, int] = {}
         self._others: list[tuple[int, Unpacking | Equation]] = []
         self._sources: dict[Equation, set[int]] = {}
-        # What equations that run in parts read of which only the part is there, and
-        # what they read as a whole.
+        # Values that equations read in chunks, and values that chunked equations read
+        # whole.
         self._read_in_parts: set[int] = set()
         self._read_whole: set[int] = set()
 
     def add(self, piece: Unpacking | Equation) -> bool:
-        """Returns whether the next of a stretch can be run where it runs in parts."""
+        """Adds the next decode or equation; returns whether it can run in chunks."""
         if isinstance(piece, Equation):
             return not piece.has_effect and self._add(piece)
         if self._program.is_large(piece.value):
@@ -137,13 +138,13 @@ class _Levels:
     def loops(
         self, results: Collection[int], later: Collection[int], *, are_apart: bool
     ) -> tuple[tuple[Loop, ...], tuple[Unpacking | Equation, ...]]:
-        """Returns the loops, and what runs behind them.
+        """Returns the chunk loops, and what runs after them.
 
         Args:
-            results: What is to be there in the end.
-            later: What is read then, and must not be replaced.
-            are_apart: Whether nothing is replaced. Then a result is made as soon as it
-                can be, and read by the loops behind that.
+            results: The values that the stage must return.
+            later: Values that are read after the stage and must not be overwritten.
+            are_apart: Whether chunks are unrolled and nothing is overwritten. Then each
+                result is computed as early as possible, and later loops read it.
         """
         wanted = tuple(sorted(self._level_of_parts.keys() & set(results)))
         levels = [self._level_of_parts[v] for v in wanted]
@@ -191,12 +192,12 @@ class _Levels:
 
     @property
     def mixes_rows(self) -> bool:
-        """Whether something is read by rows, or is there in parts, and read whole."""
+        """Whether a value is chunked or read in chunks, and also read whole."""
         in_parts = self._read_in_parts | self._level_of_parts.keys()
         return not in_parts.isdisjoint(self._read_whole)
 
     def _add(self, eqn: Equation) -> bool:
-        """Decides how an equation runs; returns whether the stretch can be divided."""
+        """Decides how an equation runs; returns whether the stage can be chunked."""
         if eqn in self._is_finishing and self._finishes_sum(eqn):
             return True
         reads_parts = not self._level_of_parts.keys().isdisjoint(eqn.input_values)
@@ -222,7 +223,7 @@ class _Levels:
         return not reads_parts
 
     def _finishes_sum(self, eqn: Equation) -> bool:
-        """Returns whether what an equation reads is made of a sum; then it is added."""
+        """Returns whether an equation is the epilogue of a sum; if so, adds it."""
         (value,) = eqn.input_values
         level = self._level_of_sum.get(value)
         if level is None:
@@ -236,7 +237,7 @@ class _Levels:
     def _values_only(
         eqn: Equation, rows: tuple[bool, ...] | None
     ) -> tuple[bool, ...] | None:
-        """Returns `rows`, `None` if rows of a constant would be read."""
+        """Returns `rows`, or `None` if a constant would be read in chunks."""
         if rows is None:
             return None
         pairs = zip(eqn.inputs, rows, strict=True)
@@ -247,7 +248,7 @@ class _Levels:
         return max((known.get(v, 0) for v in eqn.input_values), default=0)
 
     def _level_in_parts(self, eqn: Equation, rows: Sequence[bool]) -> int:
-        """Returns the level of what runs in parts, and notes how it reads."""
+        """Returns the depth of a chunked equation, and records its inputs."""
         by_rows = _where(eqn.inputs, rows)
         self._sources[eqn] = by_rows - self._level_of_parts.keys()
         self._read_in_parts |= by_rows
@@ -257,9 +258,9 @@ class _Levels:
     def _replaced(
         self, results: Iterable[int], free: Iterable[int]
     ) -> tuple[int | None, ...]:
-        """Returns in whose place each result can be written, if in any's."""
+        """Returns for each result the value it can overwrite, or `None`."""
         avals = self._program.avals
-        # XLA must not write to arguments.
+        # XLA must not overwrite arguments.
         free = [v for v in free if v >= self._program.num_arguments]
         replaced: list[int | None] = []
         for value in results:

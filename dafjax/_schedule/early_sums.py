@@ -1,8 +1,9 @@
-"""Sums of what is packed, taken where it is made.
+"""Moves sums over packed values before their barrier.
 
-What is packed goes on through a tie. A sum behind the tie is a kernel of its own, that
-reads all of it again; in front of it XLA:GPU takes it in the kernel that makes the
-value. So are mean and variance of a residual stream, for the norm that reads it next.
+A packed value passes through a barrier. A sum after the barrier is a kernel of its own
+that reads the whole value again; before the barrier XLA:GPU fuses the sum into the
+kernel that computes the value. Examples are the mean and variance of a residual stream
+for the next norm.
 """
 
 import collections
@@ -15,13 +16,13 @@ from dafjax._trace.rules import Combines
 
 
 class Stage(NamedTuple):
-    """What runs next in a forward pass.
+    """One step of the forward pass.
 
     Attributes:
         equation: The equation.
-        made: The values that can be packed behind it, also those of the stages in front
-            of it that wait for it.
-        sums: What was summed over the first of them.
+        made: Values that can be packed after it: its own results and those of earlier
+            steps that wait for it.
+        sums: Sums over the first of these values.
     """
 
     equation: Equation
@@ -32,12 +33,12 @@ class Stage(NamedTuple):
 def with_early_sums(
     program: Program, equations: Sequence[Equation], packed: Container[int]
 ) -> tuple[Stage, ...]:
-    """Returns equations in an order in which sums of what is packed come first.
+    """Reorders equations so that sums over packed values run before the barrier.
 
     Args:
-        program: What they are of.
-        equations: Those of the forward pass that run.
-        packed: What is packed.
+        program: The program of the equations.
+        equations: The equations of the forward pass that run.
+        packed: The values that are packed.
     """
     readers: dict[int, list[Equation]] = collections.defaultdict(list)
     for eqn in equations:
@@ -51,7 +52,7 @@ def with_early_sums(
         return eqn.input_values == (value,) and not eqn.has_effect
 
     def sums_of(value: int) -> list[Equation]:
-        """Returns what makes little of a value alone."""
+        """Returns the reductions that read only this value."""
         return [
             eqn
             for eqn in readers[value]
@@ -61,13 +62,13 @@ def with_early_sums(
         ]
 
     def are_summed(terms: Sequence[int]) -> bool:
-        """Whether values are read by nothing but sums of them."""
+        """Returns whether the only readers of some values are sums over them."""
         return all(
             v not in packed and readers[v] and readers[v] == sums_of(v) for v in terms
         )
 
     def early(eqn: Equation) -> tuple[list[Equation], list[Equation]]:
-        """Returns what makes terms of what is packed, and sums of it and of them."""
+        """Returns equations for terms of a packed result, and for sums of both."""
         if eqn.rule.combines is not Combines.ADD:
             return [], []
         (value,) = eqn.outputs

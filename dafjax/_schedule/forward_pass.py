@@ -1,4 +1,4 @@
-"""The forward pass, run equation by equation; what the plan keeps is packed early."""
+"""Runs the forward pass, equation by equation, and packs residuals early."""
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,20 +33,20 @@ def run_forward(
     seed: Any,
     after: jax.Array | None = None,
 ) -> tuple[list[Any], list[ArrayTree]]:
-    """Computes the results and what the plan keeps.
+    """Computes the results and the saved residuals.
 
     Args:
-        plan: What is kept.
-        codecs: What `codecs_in` returned: what each value is packed with.
+        plan: The program and its saved residuals.
+        codecs: The codec of each value, from `codecs_in`.
         arguments: The function's arguments.
-        store: Where packed values wait.
-        ties: Which ties are made.
+        store: Where packed values are saved.
+        ties: Which barriers to insert.
         seed: Seed of the rounding noise, a uint32 scalar.
-        after: The token of `restore_arguments`, if it is not the first forward pass.
+        after: The token of `restore_arguments` if this forward pass is a recompute.
 
     Returns:
-        The results, exact, and for each of `plan.kept` its value if it has no codec,
-        else its handle, or `MeasuredHandle`.
+        The results, exact; and for each item of `plan.kept` the value itself if it has
+        no codec, else its handle or `MeasuredHandle`.
     """
     token = jnp.zeros((), jnp.uint8) if after is None else after
     forward = _RunningForward(plan, codecs, arguments, store, ties, seed, token)
@@ -59,7 +59,7 @@ def run_forward(
 
 @final
 class _RunningForward:
-    """What is there while the equations run."""
+    """The live and saved values while the forward pass runs."""
 
     def __init__(
         self,
@@ -90,18 +90,19 @@ class _RunningForward:
         self._env: dict[int, Any] = dict(enumerate(arguments))
         self._stored: dict[int, ArrayTree] = {}
         self._pinned = plan.whole_weights if ties.layouts else frozenset()
-        # Packed forms that nothing later has been tied to yet.
+        # Packed arrays that no later value waits for yet.
         self._pending: list[jax.Array] = []
-        # Carries the dependency on what ran to what would run at the start.
+        # Carries the dependency on past equations to operations that XLA would
+        # otherwise run at the start.
         self._token = token
 
     def keep(self, value: int, now: int, sums: Sequence[int] = ()) -> None:
-        """Stores a value that was just made, if the plan keeps it.
+        """Saves a value that was just computed, if the plan keeps it.
 
         Args:
             value: The value.
-            now: The number of the equation that ran last; -1 for arguments.
-            sums: What was summed over it.
+            now: The index of the last equation that ran; -1 for arguments.
+            sums: Sums over the value that were computed before packing.
         """
         if value not in self._kept:
             return
@@ -112,17 +113,19 @@ class _RunningForward:
         codec = self._codecs[value]
         is_mask = self._env[value].dtype == jnp.bool_
         if self._plan.program.is_large(value) and not is_mask:
-            # (Masks are packed in the kernels that make them.)
+            # Masks are excluded: the kernels that compute them also pack them.
             if self._ties.layouts:
-                # It is packed in this order. Else XLA:GPU rearranges it twice.
+                # Packing reads this layout. Without the constraint XLA:GPU transposes
+                # the value twice.
                 self._env[value] = pin(self._env[value])
             if self._ties.forward and self._is_made(value):
-                # Else XLA:CPU computes it twice, to be packed and to be used on.
+                # Otherwise XLA:CPU computes the value twice, for packing and for its
+                # other consumers.
                 self._env[value], self._token = tie(
                     self._env[value], self._token, only_on_cpus=True
                 )
         with jax.named_scope("pack"):
-            # The same tensor at another site gets other noise.
+            # Each residual id gets its own noise, even if the tensor is the same.
             seed = self._seed + jnp.uint32(site)
             packed, with_packing = self._encode(value, codec, seed)
         sums = (*sums, *with_packing)
@@ -131,7 +134,7 @@ class _RunningForward:
         if code is not None:
             noise = sample_rounding_noise(code, self._env[value])
         leaves, structure = jax.tree.flatten((packed, noise))
-        # The value that a copy stands for is read on, and the copy is not.
+        # Later equations read the original value, not its normalized copy.
         carrier = self._plan.copies.get(value, value)
         if self._ties.forward and self._last_use.get(carrier, -1) > now:
             through = (carrier, *sums)
@@ -153,7 +156,7 @@ class _RunningForward:
     def _encode(
         self, value: int, codec: AbstractCodec, seed: jax.Array
     ) -> tuple[ArrayTree, tuple[int, ...]]:
-        """Packs a value. Returns also what was summed over it."""
+        """Packs a value. Also returns the sums computed with the packing."""
         if value not in self._sums:
             return codec.encode(self._env[value], seed=seed), ()
         packed, *totals = codec.encode_and_sum(self._env[value], seed=seed)
@@ -165,10 +168,10 @@ class _RunningForward:
         return packed, tuple(summed)
 
     def run(self, now: int, stage: Stage) -> None:
-        """Runs the equation of that number, and keeps what the plan keeps of it."""
+        """Runs one forward step and saves the values that the plan keeps."""
         equation = stage.equation
         if not equation.rule.is_cheap:
-            # Arguments live on anyway, and a tie would copy them.
+            # Arguments stay live anyway, and a barrier would copy them.
             self._tie_pending(filter(self._is_made, equation.input_values))
         if self._ties.forward:
             self._tie_rectified(equation)
@@ -176,7 +179,8 @@ class _RunningForward:
         if self._ties.arguments:
             late = _read_late(self._plan, equation)
             if not self._plan.slices.isdisjoint(late):
-                # Where nothing is packed between two products, the token is early.
+                # If nothing is packed between two products, the token is ready too
+                # early.
                 self._await_operand(equation)
             operands = [
                 self._delay(atom, operand) if atom in late else operand
@@ -190,9 +194,10 @@ class _RunningForward:
             self.keep(value, now, stage.sums if value == stage.made[0] else ())
 
     def _tie_copied(self, equation: Equation) -> None:
-        """Puts a barrier behind values with copies: XLA:CPU would compute them anew.
+        """Puts a barrier after values that have normalized copies.
 
-        For the scale, for the copy, and for their readers.
+        XLA:CPU would compute such a value three times: for the scale, for the copy and
+        for its other consumers.
         """
         for value in self._copied.intersection(equation.outputs):
             self._env[value], self._token = tie(
@@ -200,13 +205,16 @@ class _RunningForward:
             )
 
     def _tie_rectified(self, equation: Equation) -> None:
-        """Ties what a mask is made of: XLA would make it again, of what it is of."""
+        """Puts a barrier after a ReLU result before its mask is computed.
+
+        XLA would otherwise recompute the result from its operands for the mask.
+        """
         masks = self._plan.masks
         for result in [masks[v] for v in equation.outputs if v in masks]:
             self._env[result], self._token = tie(self._env[result], self._token)
 
     def finish(self) -> tuple[list[Any], list[ArrayTree]]:
-        """Returns the results and what is stored."""
+        """Returns the results and the saved values."""
         results = values_of(self._plan.program.results)
         self._tie_pending(results)
         large = [v for v in self._kept if self._plan.program.is_large(v)]
@@ -216,9 +224,10 @@ class _RunningForward:
         return look_up(self._plan.program.results, self._env), stored
 
     def _tie_results(self, results: Sequence[int], last: int) -> None:
-        """Ties small results with what is packed last."""
+        """Puts small results and the value packed last through one barrier."""
         if self._kept[last][1].codec is None:
-            # It waits anyway: nothing is lost if a loss is made of it later.
+            # The value is saved uncompressed and stays live, so computing a loss from
+            # it later costs no memory.
             return
         program = self._plan.program
         made = filter(self._is_made, dict.fromkeys(results))
@@ -229,7 +238,7 @@ class _RunningForward:
         self._stored[last] = jax.tree.unflatten(structure, tied[len(small) :])
 
     def _tie_pending(self, carriers: Iterable[int]) -> None:
-        """Ties the largest of some values, if any, with what was packed of others."""
+        """Makes the largest of some values wait for all pending packed arrays."""
         carrier = max(
             (v for v in carriers if can_be_tied(self._env[v])),
             key=lambda v: self._env[v].size,
@@ -260,12 +269,13 @@ class _RunningForward:
 
 
 def _read_late(plan: ProgramPlan, equation: Equation) -> Collection[Atom]:
-    """Returns the operands of an equation that are there long before they are needed.
+    """Returns the operands of an equation that must not be read early.
 
-    All those of an equation that makes much of little, as random bits of a key: what
-    little that is, is mostly there from the start. And large slices, and large
-    arguments that are copied before they are read: XLA:GPU would rearrange the weights
-    of all convolutions at the start.
+    If the equation computes a large result from little input, such as random bits from
+    a key, these are all operands, because small inputs mostly exist from the start.
+    Otherwise these are large slices, and large arguments that are copied before use:
+    XLA:GPU would rearrange the weights of all convolutions at the start. Cheap
+    equations have no such operands.
     """
     if equation.rule.is_cheap:
         return ()

@@ -1,28 +1,29 @@
-"""How much the gradient suffers from the rounding of each residual, as it is computed.
+"""Computes sensitivities: each residual's contribution to the gradient's variance.
 
-The backward pass is linear in cotangents, and multiplies them with what is restored. So
-noise of either goes on to the gradient, each time by a factor that the mean squares of
-values tell of. Factors are taken as independent: the noise of `M` products has
+The backward pass is linear in cotangents and multiplies them with restored values. So
+noise of either reaches the gradient, at each equation with a factor that follows from
+mean squares. The factors count as independent: the noise of `M` products is
 
     E |B(n, c)|^2 = E[n^2] E[c^2] M,
 
-which is exact for ActNN's case, a residual that is multiplied with a cotangent to give
-the gradient of a weight (Chen et al. 2021, section 4.2). From the gradients upwards is
-collected
+which is exact in ActNN's case, a residual that is multiplied with a cotangent to give
+the gradient of a weight (Chen et al. 2021, section 4.2). Starting at the gradients,
+this module accumulates
 
-- what noise of a cotangent *costs*: the variance of the gradient, all of its elements.
-  Noise of a gradient costs itself. What noise of a sum costs, of few operands or of
-  many elements, noise of an operand does too: noise does not agree, as signals may.
-  Through other elementwise operations noise keeps its proportion to the signal;
-- what noise of a restored value costs, where it is multiplied with cotangents. It goes
-  on to the residuals that the value is recomputed from: by sums as it is, by other
-  operations in proportion to the signal.
+- the *cost* of a cotangent's noise: the variance that it adds to the gradient, summed
+  over all elements. The noise of a gradient costs itself. The noise of an operand of a
+  sum, over few operands or many elements, costs as much as the noise of the sum,
+  because noise is uncorrelated (signals may be correlated). Other elementwise
+  operations keep the ratio of noise to signal;
+- the cost of a restored value's noise, where the value is multiplied with cotangents.
+  The cost passes to the residuals that the value is recomputed from: unchanged by sums,
+  in proportion to the signal by other operations.
 
-In the forward pass statistics (values many times smaller than what they are made of)
-average the noise of many elements, and are left out.
+Statistics in the forward pass (values many times smaller than their operands) average
+the noise of many elements and are left out.
 
-Against the variance measured with one residual at a time in codes (GACT, Liu et al.
-2022), the ranks correlate with 0.95 for a ResNet-18 and 0.98 for a GPT-2
+The rank correlation with the variance measured with one compressed residual at a time
+(GACT, Liu et al. 2022) is 0.95 for a ResNet-18 and 0.98 for a GPT-2
 (`benchmarks/importance.py`).
 """
 
@@ -45,7 +46,7 @@ from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.rules import Combines
 
 
-# So many times smaller, a value is a statistic of what it is made of.
+# A value is a statistic of an operand that has more than this many times its elements.
 _MANY = 16
 
 
@@ -54,17 +55,17 @@ def importances(
     moments: Callable[[int], Moments],
     rounding_noise: Mapping[int, Any],
 ) -> dict[int, Any]:
-    """Returns the variance of the gradient that each residual's rounding causes.
+    """Returns the gradient variance that the rounding of each residual causes.
 
     Args:
-        plan: What is kept in codes, and how the rest is recomputed.
-        moments: The moments of a value of the program.
-        rounding_noise: What `sample_rounding_noise` returned for each of the residuals.
+        plan: The program with its compressed residuals and recomputed values.
+        moments: Returns the moments of a value of the program.
+        rounding_noise: The `sample_rounding_noise` of each compressed residual.
 
     Returns:
-        For each of the residuals a float32 scalar, or a number of a tape if moments and
-        noise are: the variance at 1 bit, for blocks whose squared range is 1 on
-        average. It is proportional to that.
+        For each of these residuals a float32 scalar, or a number of a tape if moments
+        and noise are: the variance at 1 bit, for quantization groups with a mean
+        squared range of 1. The variance is proportional to that range.
     """
     signals = Signals(plan, moments)
     noisy = _noisy_values(plan, signals, rounding_noise)
@@ -78,7 +79,7 @@ def importances(
 def _noisy_values(
     plan: ProgramPlan, signals: Signals, sources: Iterable[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Returns what is restored with noise, and of which operands it has the noise."""
+    """Returns the restored values that have noise, with the operands it comes from."""
     noisy: dict[int, tuple[int, ...]] = dict.fromkeys(sources, ())
     for value in sorted(plan.recomputed.keys() - noisy.keys(), key=plan.order):
         operands = tuple(
@@ -93,12 +94,17 @@ def _noisy_values(
 
 @final
 class _Costs:
-    """What noise of values costs: variance of the gradient, as far as it is known."""
+    """The known costs of the values' noise: the gradient variance it causes."""
 
     def __init__(self, size_of_signal: Callable[[int], Any]) -> None:
-        """Takes how large the signal of a value is, in the unit of its noise."""
+        """Starts without costs.
+
+        Args:
+            size_of_signal: Returns the size of a value's signal, in the unit of its
+                noise.
+        """
         self._signal = size_of_signal
-        # Of noise of 1, and of noise as large as the signal.
+        # Costs of noise of size 1, and of noise as large as the signal.
         self._of_unit: dict[int, Any] = {}
         self._of_share: dict[int, Any] = {}
 
@@ -106,29 +112,29 @@ class _Costs:
         return value in self._of_unit or value in self._of_share
 
     def add_of_unit(self, value: int, cost: Any) -> None:
-        """Adds what noise of 1 costs."""
+        """Adds a cost of noise of size 1."""
         _add(self._of_unit, value, cost)
 
     def add_of_share(self, value: int, cost: Any) -> None:
-        """Adds what noise as large as the signal costs."""
+        """Adds a cost of noise as large as the signal."""
         _add(self._of_share, value, cost)
 
     def add_of_copy(self, value: int, result: int, factor: float) -> None:
-        """Adds what noise of a result costs, which is this times that of a value."""
+        """Adds the cost of a result whose noise is `factor` times that of the value."""
         if result in self._of_unit:
             self.add_of_unit(value, _product(factor, self._of_unit[result]))
         if result in self._of_share:
             self.add_of_share(value, self._of_share[result])
 
     def of_unit(self, value: int) -> Any:
-        """Returns what noise of 1 costs."""
+        """Returns the cost of noise of size 1."""
         if value not in self._of_share:
             return self._of_unit.get(value, 0.0)
         share = self._of_share[value] / (self._signal(value) + _TINY)
         return _sum(self._of_unit.get(value), share)
 
     def of_share(self, value: int) -> Any:
-        """Returns what noise as large as the signal costs."""
+        """Returns the cost of noise as large as the signal."""
         if value not in self._of_unit:
             return self._of_share.get(value, 0.0)
         unit = _product(self._of_unit[value], self._signal(value))
@@ -142,7 +148,7 @@ def _hand_on(
     value: int,
     operands: Collection[int],
 ) -> None:
-    """Adds to the costs of operands what noise of what they are made into costs."""
+    """Adds the cost of a recomputed value's noise to the costs of its operands."""
     if not operands or value not in costs:
         return
     eqn = plan.recomputed[value]
@@ -166,7 +172,7 @@ def _is_sum_of_large(eqn: Equation, value: int, signals: Signals) -> bool:
 def _collect_costs(
     plan: ProgramPlan, signals: Signals, noisy: Collection[int], costs: _Costs
 ) -> None:
-    """Finds what noise costs where the backward pass reads it."""
+    """Accumulates the cost of noise over the equations of the backward pass."""
     program = plan.program
     made = set(program.cotangents).union(*(e.outputs for e in program.backward))
     gradients = _gradients(plan)
@@ -184,7 +190,7 @@ def _collect_costs(
         if not results or not (wanted or read):
             continue
         if eqn.rule.is_product and others:
-            # It has two operands; what is left are numbers of rows.
+            # A product has two operands; the remaining inputs are row counts.
             cotangent, other = cotangents[0], others[0]
             cost = _product(float(eqn.num_products), of_cotangents.of_unit(results[0]))
             if read:
@@ -212,15 +218,15 @@ def _add_of_cotangent(
     signals: Signals,
     costs: _Costs,
 ) -> None:
-    """Adds what noise of a cotangent costs by what is made of it alone.
+    """Adds the cost of a cotangent's noise that one equation passes on.
 
     Args:
         value: The cotangent.
-        eqn: What reads it.
-        cotangents: All that it reads.
-        results: What is made of them, of which costs are known.
+        eqn: The equation that reads it.
+        cotangents: All cotangents that the equation reads.
+        results: The equation's results that have known costs.
         signals: The moments of all values.
-        costs: Those of cotangents.
+        costs: The costs of cotangents.
     """
     if len(eqn.outputs) == 1:
         (result,) = results
@@ -240,7 +246,7 @@ def _add_of_cotangent(
 def _made_of_noise(
     plan: ProgramPlan, made: Collection[int], noisy: Collection[int]
 ) -> set[int]:
-    """Returns the cotangents that noise of what is restored goes into."""
+    """Returns the cotangents that the noise of restored values reaches."""
     found: set[int] = set()
     for eqn in plan.program.backward:
         reads_noise = not eqn.selects and any(
@@ -252,7 +258,7 @@ def _made_of_noise(
 
 
 def _gradients(plan: ProgramPlan) -> set[int]:
-    """Returns the values that become gradients without being multiplied any more."""
+    """Returns the values that become gradients only by additions and moves."""
     gradients = set(values_of(plan.program.gradients))
     for eqn in reversed(plan.program.backward):
         if eqn.rule.adds_or_moves and eqn.outputs[0] in gradients:
@@ -265,12 +271,12 @@ def _add(costs: MutableMapping[int, Any], value: int, cost: Any) -> None:
 
 
 def _sum(first: Any, second: Any) -> Any:
-    """Returns a sum, of nothing and something the latter: additions add up."""
+    """Returns a sum; `None` counts as 0 without an addition."""
     return second if first is None else first + second
 
 
 def _product(first: Any, second: Any) -> Any:
-    """Returns a product, without a multiplication by 1."""
+    """Returns a product; 1 takes no multiplication."""
     if isinstance(first, float) and first == 1:
         return second
     if isinstance(second, float) and second == 1:
@@ -282,5 +288,5 @@ def _total(numbers: Iterable[Any]) -> Any:
     return functools.reduce(operator.add, numbers)
 
 
-# Where both are 0, a quotient is 0.
+# With this in the divisor, 0 / 0 gives 0.
 _TINY = 1e-30

@@ -1,8 +1,8 @@
-"""Sums over the rows of all parts, which end in one kernel for all that are alike.
+"""Batches the second reduction stages of sums over rows.
 
-On GPUs a sum over rows takes two steps, and the second as long as a launch does
-(`_native/_sum_rows.py`). A norm has two sums in its gradient, in every part: all have
-one second step, and parts are added there.
+On GPUs a sum over rows takes two steps, and the second is as long as a launch
+(`_native/_sum_rows.py`). The gradient of a norm has two sums in every chunk. All sums
+of the same shape share one second step, and then the chunks are added.
 """
 
 import collections
@@ -20,20 +20,20 @@ from dafjax._typing import Array, ArrayTree
 
 @final
 class JointSums:
-    """What a loop sums over the rows of the parts that ran."""
+    """The sums of a chunk loop over the rows of the chunks that ran."""
 
     def __init__(self, division: Division, loop: Loop) -> None:
         self._division = division
         self._loop = loop
         self._whole: dict[int, Array] = {}
-        # Of each part, sums of groups of rows.
+        # Per value, the sums over groups of rows of each chunk.
         self._of_groups: dict[int, tuple[Array, ...]] = {}
 
     def add(self, at_hand: Mapping[int, Any]) -> None:
-        """Sums over the rows of a part.
+        """Adds the sums over the rows of one chunk.
 
         Args:
-            at_hand: What is there of the part, and as a whole.
+            at_hand: The live values: the chunk's and the whole ones.
         """
         for eqn in self._loop.sums:
             operands = look_up(eqn.inputs, at_hand)
@@ -50,12 +50,12 @@ class JointSums:
                 self._whole[value] = x if known is None else known + x
 
     def finish_whole(self) -> None:
-        """Finishes sums that are not of groups: all parts ran."""
+        """Runs the epilogues of sums without groups, after the last chunk."""
         finish_sums(self._loop, self._whole)
 
     @property
     def arrays(self) -> ArrayTree:
-        """What is there, to be replaced by what waits for more."""
+        """The arrays so far, which a barrier's results replace."""
         return self._whole, self._of_groups
 
     @arrays.setter
@@ -63,7 +63,7 @@ class JointSums:
         self._whole, self._of_groups = tied
 
     def finish(self) -> dict[int, Array]:
-        """Returns the sums, or what is made of them."""
+        """Returns the sums, or the gradients that their epilogues compute."""
         alike: collections.defaultdict[Any, list[int]] = collections.defaultdict(list)
         for value, parts in self._of_groups.items():
             alike[tuple(x.shape for x in parts)].append(value)

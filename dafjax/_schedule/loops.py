@@ -1,4 +1,4 @@
-"""Runs a stretch of the backward pass, or a part of it, in parts of its rows."""
+"""Runs a stage of the backward pass, or a part of it, in a chunk loop."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, final
@@ -17,13 +17,12 @@ from dafjax.codecs import AbstractCodec
 
 
 class Carry(NamedTuple):
-    """What a loop makes.
+    """The carry of a chunk loop.
 
     Attributes:
         sums: The sums over rows.
-        wholes: The results, their rows divided.
-        samples: What `sample_rows` returned of values of which there are only parts,
-            stacked.
+        wholes: The results, with their rows divided into chunks.
+        samples: The stacked `sample_rows` of values that exist only in chunks.
     """
 
     sums: dict[int, Array]
@@ -41,21 +40,21 @@ def run_loop(
     token: Array,
     sampled: Sequence[int],
 ) -> tuple[dict[int, Array], dict[int, tuple[RowMeans, ...]]]:
-    """Returns the sums and the results of a loop, and samples of what it made besides.
+    """Returns the sums and results of a chunk loop, and samples of other values.
 
     Args:
-        plan: What was kept.
-        division: What the loop is one of.
+        plan: The program and its saved residuals.
+        division: The chunk plan that the loop belongs to.
         loop: The loop.
-        packed: What is unpacked in it.
-        codecs: How.
-        env: What is at hand: everything else that is read.
-        token: What it waits for, a scalar that is 0.
-        sampled: Values that are made in it by rows.
+        packed: The packed residuals that are decoded in the loop.
+        codecs: The codecs of the residuals.
+        env: The live values: all other operands.
+        token: A scalar 0 that the loop waits for.
+        sampled: Values to sample that the loop computes in chunks.
 
     Returns:
-        The sums and results by value; and of the values that are sampled what
-        `sample_rows` returned, as if all parts were one.
+        The sums and results by value; and for each sampled value the `sample_rows` of
+        all chunks as one.
     """
     running = _RunningLoop(plan, division, loop, packed, codecs, env, token, sampled)
     carry = running.start()
@@ -65,7 +64,7 @@ def run_loop(
 
 @final
 class _RunningLoop:
-    """What the iterations of a loop have in common."""
+    """The loop invariants."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class _RunningLoop:
         )
 
     def start(self) -> Carry:
-        """Returns what there is before the first part."""
+        """Returns the carry before the first chunk."""
         avals = self._avals
         return Carry(
             {
@@ -110,7 +109,7 @@ class _RunningLoop:
         )
 
     def run_part(self, number: Array, carry: Carry) -> Carry:
-        """Returns what there is when that part has run, too."""
+        """Returns the carry after one more chunk."""
         part = self._compute(*self._read(number, carry), number)
         return Carry(
             {v: x + part[v].astype(x.dtype) for v, x in carry.sums.items()},
@@ -138,17 +137,18 @@ class _RunningLoop:
         return made
 
     def _read(self, number: Array, carry: Carry) -> tuple[dict[int, Any], Array]:
-        """Returns the parts of what is read, and what tells that they are there."""
+        """Returns the chunks of the operands, and a token that waits for them."""
         replaced = dict(zip(self._loop.replaced, carry.wholes, strict=True))
         sources = self._sources | {v: x for v, x in replaced.items() if v is not None}
         part = {v: self._rows.part(x, number) for v, x in sources.items()}
-        # Else XLA:GPU rearranges the whole, as a product reads its parts.
+        # Otherwise XLA:GPU rearranges the whole array to the layout in which a product
+        # reads its chunks.
         part.update((v, pin(part[v])) for v in self._written & part.keys())
         if not self._loop.results:
             return part, self._token
-        # Else XLA copies the whole before it writes to it, as if something of the part
-        # might be read behind that. Not so if all that is read leads to one result:
-        # then XLA:GPU can do everything in the kernel that writes it.
+        # Without the barrier XLA copies the whole array before writing to it, in case a
+        # value of the chunk is read afterwards. XLA:GPU does not if all operands lead
+        # to a single result: then one kernel can do everything and write it.
         besides = self._loop.sums or self._sampled or self._written
         only_on_cpus = len(self._loop.results) == 1 and not besides
         *tied, after = tie(*part.values(), self._token, only_on_cpus=only_on_cpus)
@@ -157,7 +157,7 @@ class _RunningLoop:
     def _compute(
         self, part: dict[int, Any], after: Array, number: Array
     ) -> dict[int, Any]:
-        """Returns all that is made of a part, and it."""
+        """Returns the chunk with all values computed from it."""
 
         def unpack(item: Unpacking) -> None:
             nonlocal after
@@ -174,9 +174,9 @@ class _RunningLoop:
         codec = self._codecs[value]
         fused = codec.decodes_fused and value not in self._written
         after = tie_waiting(item, part, after, fused=fused)
-        # What waits is the number, so that XLA can take a part of the codes in the
-        # kernel that decodes it. For what is no such kernel XLA:GPU computes numbers
-        # ahead, and fails where a barrier is in their way.
+        # The chunk index waits for the token, so that XLA can slice the codes in the
+        # kernel that decodes them. Without a fused decode XLA:GPU computes the indices
+        # ahead, and fails if a barrier is in the way.
         if fused:
             number, after = tie(number, after)
         else:
@@ -188,7 +188,7 @@ class _RunningLoop:
         return after
 
     def samples(self, carry: Carry) -> dict[int, tuple[RowMeans, ...]]:
-        """Returns the samples of all parts."""
+        """Returns the samples of all chunks."""
         return {v: (RowMeans(*map(jnp.ravel, x)),) for v, x in carry.samples.items()}
 
     def _no_samples(self, value: int) -> RowMeans:
@@ -201,7 +201,7 @@ class _RunningLoop:
         return jax.tree.map(lambda x: self._zeros((count, *x.shape), x.dtype), like)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        # They cannot be there before the token is.
+        # Filled with the token, the array cannot exist before the token does.
         return jnp.full(shape, self._token.astype(dtype))
 
     def _start_of(self, value: int, replaced: int | None) -> Array:
@@ -212,15 +212,15 @@ class _RunningLoop:
 
 
 def _sum_dtype(dtype: Any) -> Any:
-    """Returns in what dtype parts of a sum are added."""
+    """Returns the dtype in which the chunks of a sum are added."""
     is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if is_short else dtype
 
 
 def _as_bits(x: Array) -> Array:
-    """Returns the bits of an array of which XLA:CPU has no operations.
+    """Returns the bits of an array if XLA:CPU has no operations on its dtype.
 
-    It would convert all of it to float32, to take a part.
+    XLA:CPU would convert the whole array to float32 to slice a chunk.
     """
     if x.dtype != jnp.bfloat16:
         return x
@@ -228,7 +228,7 @@ def _as_bits(x: Array) -> Array:
 
 
 def _from_bits(bits: Array, like: Array) -> Array:
-    """Returns what `_as_bits` was given, of the dtype of another array."""
+    """Undoes `_as_bits`; `like` has the original dtype."""
     if bits.dtype == like.dtype:
         return bits
     return lax.bitcast_convert_type(bits, like.dtype)

@@ -1,7 +1,7 @@
-"""Mean squares and variances of values, from some of their elements.
+"""Mean squares and variances of values, estimated from some of their elements.
 
-Of each value that is sampled, one kernel of a GPU makes sums over the rows of the
-sample. What is left is a few numbers of each row, and done for all values together.
+On a GPU one kernel per sampled value computes sums over the rows of the sample. The
+rest is a few numbers per row, computed for all values together.
 """
 
 import collections
@@ -19,11 +19,11 @@ from dafjax._typing import Array
 
 
 class Moments(NamedTuple):
-    """What is known of the elements of a value.
+    """The second moments of a value's elements.
 
     Attributes:
         mean_square: The mean of the squares.
-        variance: The mean of the squares, less the square of the mean.
+        variance: The mean of the squares minus the square of the mean.
     """
 
     mean_square: Any
@@ -34,10 +34,11 @@ class RowMeans(NamedTuple):
     """Means over each row of a sample, float32 `[rows]`.
 
     Attributes:
-        value: Of the elements.
-        difference: Of the differences from the row's first element: of these, unlike
-            large values, squares do not cancel, as long as rows are short.
-        squared: Of the squares of the differences.
+        value: Mean of the elements.
+        difference: Mean of the differences from the row's first element. Unlike the
+            squares of large values, the squares of differences do not cancel, as long
+            as rows are short.
+        squared: Mean of the squared differences.
     """
 
     value: Array
@@ -46,12 +47,12 @@ class RowMeans(NamedTuple):
 
 
 def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
-    """Samples a value, or one of its parts.
+    """Samples a value, or one of its chunks.
 
     Args:
-        x: The value or the part, of any shape and a numeric dtype; of complex numbers
-            it is the absolute values.
-        num_parts: How many parts are sampled: each has its share.
+        x: The value or chunk, of any shape and a numeric dtype. For complex numbers the
+            absolute values are sampled.
+        num_parts: Number of chunks that share the sample equally.
     """
     if x.size == 0:
         return RowMeans(*jnp.zeros((3, 1), jnp.float32))
@@ -66,9 +67,10 @@ def _means_of_rows(x: Array, most: int) -> RowMeans:
     (count,) = sample.shape
     rows = num_rows(count, _LONGEST_ROW)
     length = -(-count // rows)
-    # A quotient behind the sums would be another kernel.
+    # Dividing after the sums would need another kernel.
     share: Any = 1 / length
-    # The last row is shorter than others by less than there are rows: they count alike.
+    # The last row lacks fewer elements than there are rows, so all rows get the same
+    # weight.
     missing = rows * length - count
     if missing:
         sample = lax.pad(sample, jnp.float32(0), [(0, missing, 0)])
@@ -88,11 +90,12 @@ def _add(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
     return list(map(jnp.add, xs, ys))
 
 
-# With half as many, a ResNet-18 that begins to learn has 3 times the variance it could.
+# With half as many samples, the gradient of a ResNet-18 early in training has 3 times
+# the variance that it could have.
 _NUM_ELEMENTS = 1 << 15
 
-# Where the first of n elements is far from all others, the sum of squares, one after
-# another, is wrong by n * eps times its own, of which the variance is 1 / n.
+# If the first of n elements is far from all others, the sequential sum of squares has a
+# relative error of n * eps, and the variance is only 1 / n of that sum.
 _LONGEST_ROW = 1024
 
 
@@ -100,7 +103,7 @@ def moments_of_rows(samples: Sequence[Sequence[RowMeans]]) -> Moments:
     """Returns the moments of values, float32 `[values]`.
 
     Args:
-        samples: What `sample_rows` returned for each part of each value.
+        samples: The `sample_rows` of each chunk of each value.
     """
     if not samples:
         return Moments(*jnp.zeros((2, 0), jnp.float32))
@@ -115,12 +118,12 @@ def moments_of_rows(samples: Sequence[Sequence[RowMeans]]) -> Moments:
     ]
     order = np.argsort(np.concatenate(list(alike.values())))
     moments = Moments(*(jnp.concatenate(xs)[order] for xs in zip(*found, strict=True)))
-    # XLA:GPU would look for minutes which kernels to make them in again.
+    # Without the barrier XLA:GPU spends minutes choosing kernels to recompute them in.
     return lax.optimization_barrier(moments)
 
 
 def _moments_of_parts(parts: Sequence[RowMeans], num_values: int) -> Moments:
-    """Returns moments, `[values]`, of values with as many rows each, part by part."""
+    """Returns moments, `[values]`, of values with equal row counts, chunk by chunk."""
     value, difference, squared = (
         _joined(xs, num_values) for xs in zip(*parts, strict=True)
     )
@@ -139,16 +142,16 @@ def _joined(parts: Sequence[Array], num_values: int) -> Array:
 
 
 def sample_moments(x: Array) -> Moments:
-    """Returns the moments of a sample of a value."""
+    """Returns the moments of a value, estimated from a sample."""
     return Moments(*(xs[0] for xs in moments_of_rows([[sample_rows(x)]])))
 
 
 def sample_energy(arrays: Sequence[Array]) -> Array:
-    """Returns the sum of the squares of the elements of arrays, from samples.
+    """Returns the sum of the squares of all elements, estimated from samples.
 
     Args:
-        arrays: Of any shapes, with elements; of complex numbers it is the absolute
-            values.
+        arrays: Nonempty arrays of any shapes. For complex numbers the absolute values
+            count.
     """
     if not arrays:
         return jnp.float32(0)
@@ -159,7 +162,7 @@ def sample_energy(arrays: Sequence[Array]) -> Array:
 
 @functools.partial(jax.jit, static_argnames="most")
 def _energies_of_rows(x: Array, most: int) -> Array:
-    """Returns parts of the sum of the squares of all elements, from some of them."""
+    """Returns partial sums of the squares of all elements, estimated from a sample."""
     sample = _real(sample_elements(x, most, _LONGEST_ROW))
     (count,) = sample.shape
     rows = num_rows(count, _LONGEST_ROW)
@@ -171,7 +174,7 @@ def _energies_of_rows(x: Array, most: int) -> Array:
 
 
 def _real(sample: Array) -> Array:
-    """Returns absolute values of complex numbers; all in float32."""
+    """Returns a float32 array, for complex numbers their absolute values."""
     if jnp.iscomplexobj(sample):
         sample = jnp.abs(sample)
     return sample.astype(jnp.float32)

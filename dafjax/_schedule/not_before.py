@@ -1,4 +1,4 @@
-"""Arrays that XLA cannot use before something else is there."""
+"""Delayed reads: arrays that XLA cannot use before a token is computed."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from dafjax._trace.graph import is_array
 
 
 def not_before(token: jax.Array, value: jax.Array) -> jax.Array:
-    """Returns an array that XLA cannot read, or copy, before the token is there.
+    """Returns an array that XLA cannot read or copy before the token is computed.
 
-    Unlike a tie it copies nothing where the array is rearranged anyway.
+    Unlike a barrier it adds no copy if XLA rearranges the array anyway.
 
     Args:
         token: A scalar that is 0, which XLA does not know.
-        value: Any array. Of keys their data wait.
+        value: Any array. For keys, their data wait.
     """
     aval = jax.typeof(value)
     if is_array(aval) and jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -28,7 +28,7 @@ def not_before(token: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def fill_not_before(token: jax.Array, equation: Equation) -> list[jax.Array]:
-    """Runs an equation that fills an array with a number, but not before the token.
+    """Runs an equation that fills an array with a number, after the token.
 
     Args:
         token: A scalar that is 0, which XLA does not know.
@@ -41,6 +41,6 @@ def fill_not_before(token: jax.Array, equation: Equation) -> list[jax.Array]:
 
 
 def can_be_tied(value: Any) -> bool:
-    """Returns whether a value is an array of numbers, not one of keys, and no token."""
+    """Returns whether a value is an array of numbers: neither of keys nor a token."""
     aval = jax.typeof(value)
     return is_array(aval) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)

@@ -1,4 +1,4 @@
-"""What is done on one part of the rows, be it in a loop or apart."""
+"""Runs the equations of one chunk, in a loop or unrolled."""
 
 import collections
 from collections.abc import Callable, Iterable, MutableMapping
@@ -18,14 +18,14 @@ def run_pieces(
     env: MutableMapping[int, Any],
     unpack: Callable[[Unpacking], None],
 ) -> None:
-    """Adds what is made of a part to it.
+    """Runs decodes and equations, and adds their results to the chunk.
 
     Args:
-        division: What the part is one of.
-        pieces: What is unpacked and computed, in order.
-        part: What is there of the part: its sources.
-        env: What is there as a whole.
-        unpack: Adds what is unpacked to the part.
+        division: The chunk plan.
+        pieces: The decodes and equations, in order.
+        part: The live values of the chunk: its sources.
+        env: The live whole values.
+        unpack: Decodes a residual and adds it to the chunk.
     """
     at_hand = collections.ChainMap(part, env)
     for piece in pieces:
@@ -40,11 +40,11 @@ def run_pieces(
 
 
 def finish_sums(loop: Loop, sums: MutableMapping[int, Any]) -> None:
-    """Puts gradients in the place of sums that nothing else reads.
+    """Replaces sums by the gradients that their epilogues compute.
 
     Args:
-        loop: What the sums are of.
-        sums: Those of them that are there as a whole.
+        loop: The loop that computes the sums.
+        sums: Its complete sums.
     """
     for eqn in loop.finishing:
         if sums.keys().isdisjoint(eqn.input_values):
@@ -58,18 +58,18 @@ def finish_sums(loop: Loop, sums: MutableMapping[int, Any]) -> None:
 def tie_waiting(
     item: Unpacking, part: dict[int, Any], token: Array, *, fused: bool
 ) -> Array:
-    """Ties what was made of a part before the next residual is unpacked for it.
+    """Puts a barrier between partial results of a chunk and the next decode.
 
     Args:
-        item: What is unpacked next.
-        part: What is there of the part; it is replaced by what is tied.
-        token: What unpacking waits for.
-        fused: Whether kernels unpack that read it.
+        item: The next decode.
+        part: The live values of the chunk; the barrier's results replace its operands.
+        token: The token that the decode waits for.
+        fused: Whether the decode is fused into its consumers.
 
     Returns:
-        The token, tied.
+        The token after the barrier.
     """
-    # Not what the loop leaves out, and what is there as a whole.
+    # Skips values that the loop does not compute, and whole values.
     waiting = [v for v in item.behind if v in part]
     if not waiting:
         return token

@@ -1,4 +1,4 @@
-"""In which parts of their rows residuals can be unpacked."""
+"""Chooses the number of batch chunks in which residuals can be decoded."""
 
 import dataclasses
 import functools
@@ -14,44 +14,48 @@ from dafjax._typing import Like
 from dafjax.codecs import AbstractCodec
 
 
-# Smaller parts take longer, and the whole is not large either. Apart they are kernels
-# of their own, each of which takes some microseconds by itself.
+# Minimum bytes of an array per chunk, in a chunk loop and unrolled. Smaller chunks are
+# slower, and chunking saves little because the whole is small. Unrolled chunks are
+# separate kernels, each of which costs some microseconds.
 _LEAST_NBYTES_OF_PART = 1 << 20
 _LEAST_NBYTES_APART = 8 << 20
 
-# Each is launches, and a loop over eight takes next to no less memory (below).
+# Unrolled chunks cost launches, and a loop over eight takes hardly less memory (below).
 _MOST_APART = 4
 
-# Where kernels unpack what they read, the backward pass has as many large arrays at a
-# time as the forward pass, mostly three. So parts on GPUs are launches, and save next
-# to nothing: of 17 programs for an H200 two parts changed the memory of two by 0.5 % or
-# more: 60 instead of 72 MB, where XLA's heap came out worse, and 88 instead of 76.
-# Where calls of their own unpack what others read, as from a page pool, four parts do:
-# a ResNet-18 of 256 images takes 213 MB, at once 277, in two parts 245; in a loop over
-# eight, 210 MB and 1643 kernels instead of 695.
+# Default maximum of chunks: in chunk loops; unrolled, with decoding fused into its
+# consumers; unrolled, if custom calls decode.
+# With fused decoding the backward pass has as many large live arrays as the forward
+# pass, mostly three. So chunks on GPUs cost launches and save next to nothing: with two
+# chunks the memory of only two of 17 H200 programs changed by 0.5 % or more: 60 instead
+# of 72 MB, where XLA's heap came out worse, and 88 instead of 76 MB.
+# If custom calls decode, as from a page pool, four chunks save memory: a ResNet-18 with
+# 256 images takes 213 MB, with two chunks 245 MB, unchunked 277 MB. A loop over eight
+# chunks takes 210 MB, but 1643 kernels instead of 695.
 _USUAL_IN_LOOPS = 8
 _USUAL_APART = 1
 _USUAL_APART_OF_CALLS = 4
 
-# A stretch of the backward pass takes some five times its largest residual as a whole,
-# and some three times in parts. So where that residual is less than this share of the
-# largest of all, parts of it save little (up to 3 %, where many codes still wait then),
-# and on GPUs each is many launches.
+# Minimum size of a stage's largest residual, as a fraction of the program's largest. A
+# stage takes about five times its largest residual unchunked, and about three times
+# chunked. So chunking a stage below this fraction saves little (up to 3 %, if many
+# codes are still live), and on GPUs each chunk costs many launches.
 _LEAST_SHARE = 0.6
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """In which parts of rows, places of the first dimension, residuals can be unpacked.
+    """How residuals can be decoded in chunks of rows (of the first dimension).
 
     Attributes:
-        codecs: How each residual is unpacked.
-        most: The most parts.
+        codecs: The codec of each residual.
+        most: Maximum number of chunks.
         likes: Shape and dtype of each residual.
-        are_apart: Whether they run one after another in the program, and what they make
-            stays in parts (`apart.py`). Else they run in a loop.
-        serves_gpus: Whether what is stored for a loop may be read in parts apart, too.
+        are_apart: Whether the chunks are unrolled in the program and their results stay
+            separate arrays (`apart.py`). Otherwise they run in a loop.
+        serves_gpus: Whether residuals stored for a chunk loop may also be read in
+            unrolled chunks.
     """
 
     codecs: Mapping[int, AbstractCodec]
@@ -61,13 +65,13 @@ class Parts:
     serves_gpus: bool = False
 
     def rows(self, values: Collection[int], there: Iterable[Rows]) -> Rows:
-        """Returns into which parts some residuals are divided, one if they are not.
+        """Returns the chunks of some residuals, a single one if they cannot be chunked.
 
-        All of them have as many rows.
+        All residuals have the same number of rows.
 
         Args:
             values: The residuals.
-            there: In which parts what is read with them is there, if in any.
+            there: The chunks of the already chunked values that are read with them.
         """
         known = set(there)
         if known:
@@ -77,7 +81,7 @@ class Parts:
             return Rows(1, is_interleaved=False)
         largest = max((self.likes[v] for v in values), key=_nbytes)
         if _nbytes(largest) >= _LEAST_SHARE * self._largest_nbytes:
-            # Apart, parts are of arrays that devices do not share.
+            # Devices do not share arrays that are read in unrolled chunks.
             is_interleaved = not self.are_apart and all(
                 self.codecs[v].packs_rows(self.likes[v]) for v in values
             )
@@ -88,12 +92,12 @@ class Parts:
         return Rows(1, is_interleaved=False)
 
     def _counts(self, like: Like) -> Iterator[int]:
-        """Yields into how many parts an array may be divided, the best first."""
+        """Yields the possible numbers of chunks of an array, the best first."""
         if not self.are_apart:
             serves_gpus = self.serves_gpus and self._calls_unpack
             return _counts(like, self.most, serves_gpus=serves_gpus)
-        # Where GPUs share rows, each part's sums would go round all of them. What is in
-        # a page pool they do not share.
+        # If GPUs share the batch axis, each chunk's sums would need an all-reduce. They
+        # do not share residuals in a page pool.
         if _gpus_may_share() and not self._calls_unpack:
             return iter(())
         return _counts(like, min(self.most, _MOST_APART), least=_LEAST_NBYTES_APART)
@@ -116,34 +120,34 @@ class Parts:
 
 
 def usual_parts() -> int:
-    """Returns in how many parts a backward pass loops at most, if nobody says."""
+    """Returns the default maximum number of chunks of a chunk loop."""
     return _USUAL_IN_LOOPS
 
 
 def usual_parts_apart(codecs: Iterable[AbstractCodec]) -> int:
-    """Returns in how many parts that stay apart it runs at most, if nobody says.
+    """Returns the default maximum number of unrolled chunks.
 
     Args:
-        codecs: How residuals are unpacked.
+        codecs: The codecs of the residuals.
     """
     return _USUAL_APART_OF_CALLS if _calls_unpack(codecs) else _USUAL_APART
 
 
 def most_parts(like: Like, most: int, *, serves_gpus: bool = False) -> int:
-    """Returns into how many parts it is worth dividing an array, 1 if it has none.
+    """Returns the number of chunks that suits an array, 1 if it cannot be chunked.
 
     Args:
-        like: Its shape and dtype.
-        most: The most parts, of a loop.
+        like: Shape and dtype of the array.
+        most: Maximum number of chunks of a chunk loop.
         serves_gpus: As in `Parts`.
     """
     return next(_counts(like, most, serves_gpus=serves_gpus), 1)
 
 
 def are_shared_by_type(avals: Iterable[Any]) -> bool:
-    """Returns whether types of arrays say how devices share them.
+    """Returns whether array types contain how devices share the arrays.
 
-    So they do on meshes with explicit axes and in `shard_map`. Then parts would have
+    This is so on meshes with explicit axes and in `shard_map`. Chunks would then have
     types of their own.
     """
     types = {t for aval in avals for t in aval.sharding.mesh.axis_types}
@@ -153,10 +157,10 @@ def are_shared_by_type(avals: Iterable[Any]) -> bool:
 def _counts(
     like: Like, most: int, *, least: int | None = None, serves_gpus: bool = False
 ) -> Iterator[int]:
-    """Yields into how many parts an array can be divided, the best first.
+    """Yields the possible numbers of chunks of an array, the best first.
 
-    These are the most; if what is stored for them serves GPUs, those that can be put
-    together to the parts of GPUs.
+    The largest is best. With `serves_gpus`, those are best that combine into the
+    unrolled chunks of GPUs.
     """
     counts: Iterable[int] = range(most, 1, -1)
     if serves_gpus:
@@ -167,7 +171,7 @@ def _counts(
 
 
 def _calls_unpack(codecs: Iterable[AbstractCodec]) -> bool:
-    """Returns whether calls unpack some residuals, and not the kernels that read."""
+    """Returns whether a custom call decodes a residual, outside of its consumers."""
     return not all(codec.decodes_fused for codec in codecs)
 
 
@@ -176,11 +180,11 @@ def _gpus_may_share() -> bool:
 
 
 def _can_have_parts(like: Like, count: int, least_nbytes: int) -> bool:
-    """Returns whether an array has so many equal parts of so many bytes or more."""
+    """Returns whether an array has `count` equal chunks of `least_nbytes` or more."""
     if not like.shape:
         return False
     there, rest = divmod(like.shape[0], count)
-    # Where devices share the rows, each has some of every part.
+    # If devices share the batch axis, each holds some rows of every chunk.
     if rest or there % jax.device_count():
         return False
     return _nbytes(like) >= count * least_nbytes

@@ -1,4 +1,4 @@
-"""Samples of what the backward pass computes, and the importances that they tell of."""
+"""Statistics hook: samples backward-pass values, and derives sensitivities."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
@@ -21,9 +21,9 @@ from dafjax._typing import Array
 
 @final
 class Probe:
-    """Takes samples of values as the backward pass computes them.
+    """Samples values as the backward pass computes them.
 
-    What has been sampled waits to go through a tie: else XLA would keep the values
+    New samples wait to pass through a barrier. Without it XLA would keep the values
     until the end, where the samples are used.
     """
 
@@ -33,10 +33,10 @@ class Probe:
         self._rounding_noise = rounding_noise
         self._tape = Tape()
         noise = {value: self._tape.given() for value in rounding_noise}
-        # In the order in which their moments come behind the noise.
+        # In the order of their moments on the tape, after the noise.
         self._wanted: dict[int, Moments] = {}
         self._importances = importances(plan, self._ask, noise)
-        # Of each value, of all its parts.
+        # Per value, the samples of all of its chunks.
         self._samples: dict[int, Sequence[RowMeans]] = {}
         self._waiting: dict[int, RowMeans] = {}
         self._ranges: dict[int, jax.Array] = {}
@@ -47,29 +47,29 @@ class Probe:
         return self._wanted[value]
 
     def see(self, values: Mapping[int, jax.Array]) -> None:
-        """Samples those of the values that are wanted and new."""
+        """Samples the wanted values that have no sample yet."""
         self._waiting.update((v, sample_rows(values[v])) for v in self.wanted(values))
 
     def wanted(self, values: Iterable[int]) -> tuple[int, ...]:
-        """Returns those of the values that are wanted and new."""
+        """Returns the wanted values that have no sample yet."""
         known = self._samples.keys() | self._waiting.keys()
         return tuple(v for v in values if v in self._wanted and v not in known)
 
     def see_parts(self, samples: Mapping[int, Sequence[RowMeans]]) -> None:
-        """Takes samples of values of which there are only parts."""
+        """Adds samples of values that exist only in chunks."""
         self._samples.update(samples)
 
     def see_range(self, value: int, mean_square: jax.Array | None) -> None:
-        """Takes the mean of the squared ranges of a residual's blocks, if given."""
+        """Adds the mean squared range of a residual's quantization groups, if given."""
         if mean_square is not None and value not in self._ranges:
             self._ranges[value] = self._waiting_ranges[value] = mean_square
 
     def waiting(self) -> list[jax.Array]:
-        """Returns samples that have not been tied; `settle` takes their ties."""
+        """Returns the samples that have to pass a barrier, and then `settle`."""
         return jax.tree.leaves((self._waiting, self._waiting_ranges))
 
     def settle(self, tied: Sequence[jax.Array]) -> None:
-        """Takes what `waiting` returned, after a tie."""
+        """Takes the arrays that `waiting` returned, after a barrier."""
         structure = jax.tree.structure((self._waiting, self._waiting_ranges))
         samples, ranges = jax.tree.unflatten(structure, tied)
         self._samples.update((v, (sample,)) for v, sample in samples.items())
@@ -78,14 +78,14 @@ class Probe:
         self._waiting_ranges.clear()
 
     def sensitivities(self, gradients: Sequence[jax.Array]) -> jax.Array:
-        """Returns what a store is told.
+        """Returns the sensitivities that `AbstractStore.note` records.
 
         Args:
             gradients: The gradients.
 
         Returns:
-            float32 `[n + 1]`: `importances` of each residual, times the squared range
-            if it was seen; then the gradients' squared norm.
+            float32 `[n + 1]`: the `importances` of each residual, times its mean
+            squared group range if known; and the gradients' squared norm.
         """
         self.settle(self.waiting())
         real = [

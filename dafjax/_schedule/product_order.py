@@ -1,15 +1,16 @@
-"""Which of two products of the backward pass that do not need each other comes first.
+"""Orders independent products of the backward pass.
 
-JAX gives them in the order in which the forward pass reads their operands. Of the
-product of attention probabilities and values it takes the cotangent of the
-probabilities first, which is as large as they are, and which then waits while they are
-unpacked for the cotangent of the values, which is small. The other way round neither
-waits for the other.
+JAX orders them as the forward pass reads their operands. For the product of attention
+probabilities and values it computes the cotangent of the probabilities first. This
+cotangent is as large as the probabilities, and is live while they are decoded for the
+cotangent of the values, which is small. In the other order neither is live during the
+other's product.
 
-And of the convolution in a shortcut that halves the image it takes the cotangent of the
-image long before the other one, which is added to it. What it is made of is half as
-large, and waits in its place. Then the gradient of that convolution's kernel can wait
-as well, and read the image with the other one, which is unpacked once for both.
+For the convolution in a shortcut that halves the image, JAX computes the cotangent of
+the image long before the other cotangent that is added to it. Its operand is half as
+large and can stay live instead. Then the gradient of the convolution's kernel can also
+be delayed, to the other product that reads the image, and the image is decoded once for
+both.
 """
 
 import collections
@@ -24,26 +25,27 @@ from dafjax._trace.residuals import Program
 def order_products(
     plan: ProgramPlan, *, are_apart: bool = False
 ) -> tuple[Equation, ...]:
-    """Orders the backward pass so that less is there while its products run.
+    """Orders the backward pass so that fewer bytes are live during its products.
 
-    Two expensive equations with nothing but cheap ones between them change places where
-    both then need less memory: for what is unpacked to be read, and for their results.
-    And for GPUs, one whose results are larger than what it reads, and nothing else
-    behind it, comes right before what reads them; and one of which all that it reads
-    waits anyway comes right behind one that unpacks the same. (In loops over parts what
-    goes on is written in the place of what was read: there a ResNet-18 would need an
-    eighth more.) Everything else stays in order.
+    Two expensive equations with only cheap ones between them are swapped if both then
+    need less memory, for decoded operands and for results. On GPUs there are two more
+    moves. A product whose results are larger than the operands that only it still reads
+    moves right before the first reader of its results. A product whose operands all
+    stay live anyway moves right after a product that decodes the same residuals. (Chunk
+    loops write results into the buffers of operands: with these moves a ResNet-18 would
+    need an eighth more memory.) All other equations stay in order.
 
     Args:
-        plan: What is kept.
-        are_apart: Whether it is for GPUs, as in `Parts`.
+        plan: The program and its saved residuals.
+        are_apart: Whether the order is for GPUs, as in `Parts`.
 
     Returns:
-        The equations of `plan.program.backward`, each after those that it reads.
+        The equations of `plan.program.backward`, each after those whose results it
+        reads.
     """
     program = plan.program
-    # What is unpacked, or recomputed from that. What is made of arguments alone counts
-    # as nothing: weights that are turned round are read as they are.
+    # Values that are decoded, or recomputed from decoded ones. Values computed from
+    # arguments alone do not count: transposed weights are read in place.
     coded = {item.value for item in plan.kept if item.codec is not None}
     raw = {item.value for item in plan.kept if item.codec is None}
     for equation in program.forward:
@@ -82,7 +84,7 @@ def order_products(
 
 @final
 class _Order:
-    """Equations of a backward pass, and where they are.
+    """The equations of a backward pass and their positions.
 
     Attributes:
         equations: The equations in their order.
@@ -101,7 +103,7 @@ class _Order:
                 self._readers[value].append(eqn)
 
     def delay_results(self) -> None:
-        """Moves products to what reads their results, if less waits so."""
+        """Moves products to the first reader of their results, if that frees memory."""
         for eqn in self._products:
             end = self._first_read(eqn)
             is_gradient = not self._gradients.isdisjoint(eqn.outputs)
@@ -111,10 +113,12 @@ class _Order:
                 self._move(eqn, end)
 
     def join_readers(self, coded: set[int]) -> None:
-        """Moves products behind others that unpack the same, if nothing waits for that.
+        """Moves products after others that decode the same residuals.
+
+        A product moves only if no operand stays live for it.
 
         Args:
-            coded: What is unpacked, or recomputed from that.
+            coded: Values that are decoded, or recomputed from decoded ones.
         """
         for eqn in self._products:
             unpacked = coded.intersection(eqn.input_values)
@@ -124,26 +128,29 @@ class _Order:
                 for other in between
                 if unpacked and unpacked == coded.intersection(other.input_values)
             ]
-            # Two that are next to each other stay.
+            # Adjacent products stay in place.
             if alike and alike[0] is not between[0]:
                 end = self._place[alike[0]] + 1
                 if self._waiting(eqn, end) == 0:
                     self._move(eqn, end)
 
     def _first_read(self, eqn: Equation) -> int:
-        """Returns where results are read first, the end if they are not."""
+        """Returns the position of the first reader of the results, the end if none."""
         readers = (r for v in eqn.outputs for r in self._readers[v])
         return min(map(self._place.__getitem__, readers), default=len(self.equations))
 
     def _products_before(self, eqn: Equation, end: int) -> list[Equation]:
-        """Returns the products from an equation to a place; none if it must stay."""
+        """Returns the products between an equation and a position.
+
+        Returns none if the equation must not move.
+        """
         if eqn.has_effect:
             return []
         between = self.equations[self._place[eqn] + 1 : end]
         return [other for other in between if not other.rule.is_cheap]
 
     def _waiting(self, eqn: Equation, end: int) -> int:
-        """Returns the bytes that nothing but the equation would read at a place."""
+        """Returns the bytes of operands that only this equation reads from `end` on."""
         return sum(
             self._nbytes(v)
             for v in self._made.intersection(eqn.input_values)
@@ -158,16 +165,17 @@ class _Order:
 
 
 def _next_product(equations: Sequence[Equation], start: int) -> int:
-    """Returns the number of the first expensive equation, of the end if none is."""
+    """Returns the index of the first expensive equation, the end if there is none."""
     numbers = range(start, len(equations))
     products = (n for n in numbers if not equations[n].rule.is_cheap)
     return next(products, len(equations))
 
 
 def _independent_of_first(stretch: Sequence[Equation]) -> list[Equation]:
-    """Returns the last of some equations, and what it needs of those before it.
+    """Returns the last equation, with those that compute its operands.
 
-    Nothing if it needs the first, or if any of them does more than compute.
+    Returns none if it depends on the first equation, or if an equation has side
+    effects.
     """
     first, *others = stretch
     if any(eqn.has_effect for eqn in stretch):

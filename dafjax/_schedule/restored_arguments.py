@@ -1,4 +1,4 @@
-"""What a function is run again from, right before its backward pass."""
+"""Restores the inputs of a recompute, right before its backward pass."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,19 +25,19 @@ def restore_arguments(
     store: AbstractStore,
     ties: Ties,
 ) -> tuple[list[Any], list[Any], jax.Array]:
-    """Restores what a function is run again from, when the backward pass is there.
+    """Restores the inputs of a recompute at the beginning of its backward pass.
 
     Args:
-        plan: What was kept: arguments alone.
-        arguments: The arguments that `plan.arguments` names.
-        stored: What `run_forward` returned for `plan.kept`.
+        plan: The plan; it saves only arguments.
+        arguments: The arguments listed in `plan.arguments`.
+        stored: The values that `run_forward` returned for `plan.kept`.
         cotangents: The cotangents of the differentiable results.
-        store: Where packed values wait.
-        ties: Which ties are made.
+        store: Where packed values are saved.
+        ties: Which barriers to insert.
 
     Returns:
-        All arguments, None for those that are not read; the cotangents, tied; and a
-        token that depends on them.
+        All arguments, with None for those that are not read; the cotangents after a
+        barrier; and a token that depends on them.
     """
     program = plan.program
     token: jax.Array = jnp.zeros((), jnp.uint8)
@@ -56,7 +56,8 @@ def restore_arguments(
             )
             env[item.value] = codec.decode(packed, item.like, after=(token,))
     if ties.arguments:
-        # Else what follows from them alone would be there since the forward pass.
+        # Otherwise XLA computes values that depend only on these arguments in the
+        # forward pass, and keeps them.
         late = _small_or_rearranged(program)
         late = late.intersection(env).difference(codecs)
         env.update((v, not_before(token, env[v])) for v in late)
@@ -65,10 +66,10 @@ def restore_arguments(
 
 
 def _small_or_rearranged(program: Program) -> set[int]:
-    """Returns the arguments that to delay costs little.
+    """Returns the arguments that are cheap to delay.
 
-    Those that are small, and those that are copied where they are read. Of a large one
-    that a product reads as it is, a copy would have to be made.
+    These are small arguments, and those that are copied where they are read. If a
+    product reads a large argument directly, the delay adds a copy.
     """
     found = {v for v in range(program.num_arguments) if not program.is_large(v)}
     for equation in program.forward:

@@ -1,4 +1,4 @@
-"""How the rows of arrays are divided into parts."""
+"""Splits arrays into chunks of their rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,33 +12,34 @@ from dafjax._typing import Array
 @final
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Into which parts rows, places of the first dimension, are divided.
+    """The chunks into which rows (indices of the first dimension) are split.
 
     Attributes:
-        num_parts: How many parts there are, all of one size.
-        is_interleaved: Whether a part is every eighth row, say: where devices share the
-            rows, each has some of it. Else it is rows that follow each other.
+        num_parts: Number of chunks, all of the same size.
+        is_interleaved: Whether a chunk takes every `num_parts`-th row, so that each
+            device that shares the rows has some rows of every chunk. Otherwise a chunk
+            takes consecutive rows.
     """
 
     num_parts: int
     is_interleaved: bool
 
     def divide(self, x: Array) -> Array:
-        """Returns an array with its rows divided: with parts in a dimension."""
+        """Returns an array with its rows split; the chunks get their own axis."""
         shape = [x.shape[0] // self.num_parts, *x.shape[1:]]
         shape.insert(self._axis, self.num_parts)
         return lax.reshape(x, shape)
 
     def part(self, divided: Array, number: Any) -> Array:
-        """Returns a part of what `divide` returned."""
+        """Returns a chunk of an array that `divide` returned."""
         return lax.dynamic_index_in_dim(divided, number, self._axis, keepdims=False)
 
     def put(self, divided: Array, part: Array, number: Any) -> Array:
-        """Returns what `divide` returned with another part."""
+        """Returns an array of `divide` with one chunk replaced."""
         return lax.dynamic_update_index_in_dim(divided, part, number, self._axis)
 
     def split(self, x: Array) -> tuple[Array, ...]:
-        """Returns the parts of an array."""
+        """Returns the chunks of an array."""
         if self.num_parts == 1:
             return (x,)
         divided = self.divide(x)
@@ -48,7 +49,7 @@ class Rows:
         )
 
     def join(self, parts: Sequence[Array]) -> Array:
-        """Returns the array whose parts these are."""
+        """Returns the array that has these chunks."""
         if self.num_parts == 1:
             return parts[0]
         divided = [lax.expand_dims(part, (self._axis,)) for part in parts]

@@ -1,50 +1,57 @@
-"""The order of the backward pass: what is unpacked, recomputed and tied when.
+"""Schedules the backward pass: when to decode, recompute and place barriers.
 
-XLA is free to run anything whose operands are ready. Left alone it unpacks a residual
-right after it was packed, broadcasts a small one long before it is needed, or keeps two
-arrays alive to save a small reduction for later; each costs the memory that packing was
-to save. An order can only be forced by a data dependency that it cannot see through: a
-`tie`, a custom call that returns its operands and, for all XLA knows, needs them all.
+XLA may run an operation as soon as its operands are ready. Without barriers it decodes
+a residual right after packing it, broadcasts a small residual long before its use, or
+keeps two arrays alive to delay a small reduction. Each of these costs the memory that
+packing saves. Only a data dependency that XLA cannot see through forces an order: a
+barrier (`tie`), a custom call that returns its operands and, as far as XLA knows, needs
+all of them.
 
 So the backward pass, with its products in the order of `product_order.py`, is cut into
-stretches. A stretch begins before an expensive equation, and before the first unpacking
-after one, or where far less is alive on the way to that. It also begins after an
-expensive equation for which something was recomputed from a large residual that is read
-again: else both wait while it runs, as attention probabilities and the exponentials
-that they are made of. There, one tie takes
+stages. A stage begins
 
-- all cotangents computed in the stretch before that are still needed: whatever was read
-  to compute them is dead from there on;
-- what was saved as it is and is read in the stretch that begins;
-- a token, on which every unpacking of the stretch depends.
+- before an expensive equation;
+- before the first decode after an expensive equation, or at an earlier equation where
+  far fewer bytes are live;
+- after an expensive equation if something was recomputed for it from a large residual
+  that is read again. Otherwise both arrays stay live while it runs: for example
+  attention probabilities and the exponentials that they are computed from.
 
-The tie only waits for cotangents that a product gave: in a buffer that goes through a
-custom call XLA:CPU computes nothing in place, and that is one array at the peak. What
-was made element by element goes through it. XLA would make it again, from what it was
-made of, for all that reads it after the tie.
+One barrier at the beginning of a stage takes
 
-What was unpacked is forgotten at the end of a stretch; a later use unpacks it again,
-which costs less than keeping it.
+- all cotangents of the previous stage that are still needed: the values read to compute
+  them are dead from there on;
+- the uncompressed saved values that the new stage reads;
+- a token that every decode of the stage depends on.
 
-A stretch in which everything is made row by row, or summed over rows, runs in parts of
-the rows, one after another (`division.py`, `loops.py`): so nothing is there as a whole
-but what enters it and what leaves it. The product that makes the cotangent that goes on
-then runs in parts too, with the gradient of the weight. On GPUs there is one part, or
-a few, and no loop (`apart.py`, `parts.py`); for what a program is, is known when it is
-lowered.
+Cotangents that an expensive equation computed are barrier inputs only. XLA:CPU does not
+compute in place in a buffer that a custom call returns, which costs one array at the
+peak. Elementwise results pass through the barrier: XLA would otherwise recompute them
+from their operands for every consumer after the barrier.
 
-Within a stretch that runs as a whole three more orders are forced, each worth about one
-array at the peak:
+At the end of a stage the decoded values are dropped. A later use decodes them again,
+which costs less than keeping them.
 
-- Where a value is recomputed from several compressed ones, the next is unpacked when
-  what came of the last is there. (Not where XLA unpacks in the kernels that read it:
-  `dafjax/_native/_fused.py`.)
-- An expensive equation reads its cotangents through a tie with what was restored for
-  it: XLA:CPU copies operands into the layout that it multiplies in, those that are
-  there first, first. (XLA:GPU makes such copies where it makes the operands.)
-- Large arguments (weights) that are copied before they are read are copied no earlier
-  than the stretch begins: XLA would turn all of them round at the start of the program,
-  and take the slices of all weights at the start of an iteration.
+A stage in which every equation works row by row, or sums over rows, runs in chunks of
+the rows, one after another (`division.py`, `loops.py`). Then only its inputs and
+outputs exist as whole arrays. The product that computes the outgoing cotangent also
+runs in chunks, together with the weight gradient. On GPUs there are one or a few
+chunks, without a loop (`apart.py`, `parts.py`). Lowering chooses between the two,
+because the platform is known only then.
+
+A stage that is not chunked has three more forced orders, each worth about one array at
+the peak:
+
+- If a value is recomputed from several compressed residuals, the next one is decoded
+  after the results of the previous one exist. (Not where XLA decodes inside the
+  consuming kernels: `dafjax/_native/_fused.py`.)
+- An expensive equation reads its cotangents through a barrier together with its
+  restored operands. XLA:CPU copies operands into the layout that it multiplies in, as
+  soon as they are ready, so copied cotangents would be live while the other operands
+  are restored. (XLA:GPU makes such copies where it computes the operands.)
+- Large arguments (weights) that are copied before use are copied no earlier than the
+  stage begins. XLA would transpose all of them at the start of the program, and slice
+  all weights at the start of an iteration.
 """
 
 import dataclasses
@@ -66,23 +73,23 @@ from dafjax._trace.finishing import finishing_equations
 from dafjax._trace.residuals import Program
 
 
-# A stretch that begins early keeps equations out of the one before, where they would be
-# done by then.
+# An earlier beginning takes equations away from the previous stage, at whose end they
+# would be finished. So it must reduce the live bytes by this factor.
 _FAR_LESS = 1.5
 
-# A sum is less than its terms, by so much.
+# A sum of two terms: before it, up to twice as many bytes are live as after it.
 _TERMS_OF_SUM = 2
 
 
 def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
-    """Orders the backward pass of a plan.
+    """Schedules the backward pass of a plan.
 
     Args:
-        plan: What is kept.
-        parts: In which parts residuals can be unpacked.
+        plan: The program and its saved residuals.
+        parts: How residuals can be decoded in chunks.
 
     Returns:
-        One step for each equation, and one for the gradients.
+        One step per equation, and a last one for the gradients.
     """
     ordered = order_products(plan, are_apart=parts.are_apart)
     program = dataclasses.replace(plan.program, backward=ordered)
@@ -109,14 +116,14 @@ def _build(
 
 
 class _Builder:
-    """Follows the backward pass without running it.
+    """Builds the steps by following the backward pass without running it.
 
     Args:
-        plan: What is kept.
-        inside: Expensive equations before which no stretch begins.
-        are_apart: Whether it is for GPUs. Then a stretch begins before a sum rather
-            than behind it, and none begins at a product that reads what was unpacked
-            for the one before.
+        plan: The program and its saved residuals.
+        inside: Expensive equations before which no stage begins.
+        are_apart: Whether the schedule is for GPUs. Then a stage begins before a sum of
+            cotangents instead of after it, and no stage begins at a product that reads
+            values decoded for the previous product.
     """
 
     def __init__(
@@ -138,7 +145,7 @@ class _Builder:
         self._made = set(program.cotangents)
         self._fresh = set(program.cotangents)
         self._made_by_expensive: set[int] = set()
-        # Unpacked or recomputed in this stretch.
+        # Values decoded or recomputed in this stage.
         self._known: set[int] = set()
         self._expensive_since_begin = True
         self._steps: list[Step] = []
@@ -187,9 +194,10 @@ class _Builder:
         self._expensive_since_begin |= expensive
 
     def _reads_known(self, residuals: Sequence[int]) -> bool:
-        """Returns whether all that is read was unpacked in this stretch already.
+        """Returns whether this stage has already decoded all compressed inputs.
 
-        Something large, that is. Else it would be unpacked again for the next product.
+        Only on GPUs, and only if one of the decoded inputs is large. A new stage would
+        decode it again for the next product. Uncompressed saved inputs may be new.
         """
         known = self._known.intersection(residuals)
         is_any_large = self._are_apart and any(map(self._program.is_large, known))
@@ -199,7 +207,7 @@ class _Builder:
         return now not in self._inside and equation not in self._finishing
 
     def finish(self) -> tuple[Step, ...]:
-        """Gives every stretch what its steps read of what was saved as it is."""
+        """Adds to each stage's first step the saved inputs that the stage reads."""
         steps: list[Step] = []
         read: set[int] = set()
         for step, given in zip(
@@ -216,7 +224,12 @@ class _Builder:
     def _in_order(
         self, restored: Sequence[int], wanted: Iterable[int]
     ) -> tuple[Unpacking | Equation, ...]:
-        """Returns how to restore values, given in the order in which they were made."""
+        """Returns the decodes and recomputations that restore values.
+
+        Args:
+            restored: The values, each after those that it is recomputed from.
+            wanted: The residuals that the step's equation reads.
+        """
         last_use = dict.fromkeys(wanted, len(restored))
         for now, value in reversed(list(enumerate(restored))):
             if value not in self._compressed:
@@ -247,13 +260,14 @@ class _Builder:
         return (*cotangents, *new) if cotangents and new else ()
 
     def _next_unpacking(self, now: int) -> int | None:
-        """Returns where the stretch begins in which something is unpacked next.
+        """Returns where to begin the stage that decodes the next residual.
 
-        Before the equation that reads it, or before one of the cheap ones in front of
-        it, if far less goes through the tie there: a cotangent need not wait beside
-        what was made of it. Where parts stay apart it is before a sum of cotangents,
-        so that the sum and what is made of it are one kernel. None if nothing is
-        unpacked before the next expensive one.
+        This is before the equation that reads the residual, or before an earlier cheap
+        equation if far fewer bytes pass through the barrier there: then a cotangent
+        does not live next to the values computed from it. With unrolled chunks
+        (`are_apart`) the stage begins before a sum of cotangents, so that the sum and
+        its consumer are one kernel. Returns `None` if nothing is decoded before the
+        next expensive equation.
         """
         backward = self._program.backward
         fresh = {v for v in self._fresh if self._program.is_large(v)}
@@ -279,10 +293,11 @@ class _Builder:
         return None
 
     def _sources_waited(self, now: int) -> bool:
-        """Returns whether unpacking again spares an expensive equation just run memory.
+        """Returns whether a new stage would lower the memory of the last product.
 
-        That is, if a large residual was unpacked for it, that it does not read itself,
-        and the equations up to the next expensive one read it.
+        That is so if a large residual was decoded for the product, the product does not
+        read it itself, and an equation before the next product does. The new stage
+        decodes it again.
         """
         large = {v for v in self._known & self._compressed if self._program.is_large(v)}
         if not large or not self._expensive_since_begin:
@@ -318,7 +333,7 @@ class _Builder:
         return self._nbytes(value), self._depths.get(value, 0)
 
     def _goes_through_ties(self, value: int) -> bool:
-        # XLA copies an argument that it must keep.
+        # XLA copies an argument that passes through a barrier, because it must keep it.
         return value >= self._program.num_arguments or not self._program.is_large(value)
 
     def _nbytes(self, value: int) -> int:
@@ -327,11 +342,15 @@ class _Builder:
     def _missing(
         self, wanted: Iterable[int], known: Container[int] | None = None
     ) -> list[int]:
-        """Returns all values between what is `known`, or at hand, and `wanted`.
+        """Returns the values to restore for `wanted` that are not in `known`.
 
-        In an order in which they can be restored: one operand with all that it takes,
-        then the next. Large ones that take long come first, so that what is at hand
-        already waits for little.
+        The order is depth-first: one operand with all of its inputs, then the next one.
+        Large and deep operands come first, so that few bytes are live while they are
+        restored.
+
+        Args:
+            wanted: Values that the caller reads.
+            known: Values that need no restoring. Default: those restored in this stage.
         """
         known = self._known if known is None else known
         missing: dict[int, None] = {}
@@ -354,7 +373,7 @@ class _Builder:
 
 
 def _depths(program: Program, at_hand: set[int]) -> dict[int, int]:
-    """Returns how many equations run one after another to restore each value."""
+    """Returns the length of the chain of equations that restores each value."""
     depths: dict[int, int] = {}
     for eqn in program.forward:
         depth = 1 + max((depths.get(v, 0) for v in eqn.input_values), default=0)
@@ -363,9 +382,9 @@ def _depths(program: Program, at_hand: set[int]) -> dict[int, int]:
 
 
 def last_uses(equations: Sequence[Equation], results: Sequence[Atom]) -> dict[int, int]:
-    """Returns the number of the last equation that reads each value.
+    """Returns the index of the last equation that reads each value.
 
-    Results are read after the last equation.
+    Results count as read after the last equation.
     """
     uses = {v: now for now, eqn in enumerate(equations) for v in eqn.input_values}
     uses.update((v, len(equations)) for v in values_of(results))

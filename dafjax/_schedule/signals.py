@@ -1,4 +1,4 @@
-"""Moments of all values of a program, from those of as few as possible."""
+"""Second moments of a program's values, measured on as few of them as possible."""
 
 import math
 from collections.abc import Callable
@@ -15,25 +15,26 @@ from dafjax._trace.finishing import finishing_equations
 
 @final
 class Signals:
-    """What is known of the values of a program.
+    """The second moments of a program's values.
 
-    What has the elements of another value, moved, repeated, negated or multiplied by a
-    number, or these and zeros, is not asked for itself.
+    If a value has the elements of another one, moved, repeated, negated, multiplied by
+    a number or padded with zeros, its moments follow from the other's.
     """
 
     def __init__(self, plan: ProgramPlan, moments: Callable[[int], Moments]) -> None:
-        """Takes the moments of a value.
+        """Prepares the moments of the values of a program.
 
         Args:
-            plan: That of the program.
-            moments: Is asked at most once for each value.
+            plan: The plan of the program.
+            moments: Returns the measured moments of a value. It is called at most once
+                per value.
         """
         program = plan.program
         self._program = program
         self._moments = moments
         self._known: dict[int, Moments] = {}
         finishing = finishing_equations(program)
-        # A gradient that is not finished may be there in parts alone.
+        # Before its epilogue, a gradient may exist only in chunks.
         self._finished = {eqn.input_values[0]: eqn.outputs[0] for eqn in finishing}
         restored = {kept.value for kept in plan.kept}
         equations = [e for v, e in plan.recomputed.items() if v not in restored]
@@ -61,7 +62,7 @@ class Signals:
         return math.prod(self._program.avals[value].shape)
 
     def moments(self, value: int) -> Moments:
-        """Returns the mean of the squares, and the variance."""
+        """Returns the mean square and the variance of a value."""
         if value not in self._known:
             self._known[value] = self._moments_of(value)
         return self._known[value]
@@ -83,8 +84,8 @@ class Signals:
     def energy(self, value: int) -> Any:
         """Returns the sum of the squares of the elements.
 
-        Of an elementwise product it is that of independent factors, for so the noise of
-        one is of the other.
+        For an elementwise product the factors count as independent, because the noise
+        of one is independent of the other.
         """
         while value in self._finished:
             value = self._finished[value]
@@ -93,10 +94,10 @@ class Signals:
         return math.prod(squares, start=float(self.size(value)))
 
     def squared_factor(self, equation: Equation) -> float | None:
-        """Returns times what the squares of a result are those of the one value read.
+        """Returns the factor from the squares of the only operand to the result's.
 
-        `None` if its elements are not those of that value, moved, repeated, negated or
-        multiplied by a number.
+        Returns `None` if the result's elements are not the operand's, moved, repeated,
+        negated or multiplied by a number.
         """
         values = (*equation.input_values, *equation.outputs)
         dtypes = (self._program.avals[v].dtype for v in values)
@@ -118,7 +119,7 @@ class Signals:
 
 
 def _only_adds_zeros(eqn: Equation) -> bool:
-    """Returns whether an equation puts zeros round a value, or between its elements."""
+    """Returns whether an equation adds zeros around a value or between its elements."""
     if eqn.primitive != "pad" or len(eqn.input_values) != 1:
         return False
     _, padding = eqn.operand_atoms
@@ -128,7 +129,10 @@ def _only_adds_zeros(eqn: Equation) -> bool:
 
 
 def _among_zeros(moments: Moments, share: float) -> Moments:
-    """Returns moments of values that are this share of all, the rest zeros."""
+    """Returns the moments of values of which a fraction `share` has the given moments.
+
+    The remaining values are zeros.
+    """
     mean_square = share * moments.mean_square
     squared_mean = moments.mean_square + -1.0 * moments.variance
     return Moments(mean_square, mean_square + -(share**2) * squared_mean)

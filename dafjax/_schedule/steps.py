@@ -1,4 +1,4 @@
-"""The steps of a backward pass: what each restores, computes, and waits for."""
+"""The steps of the backward pass: what each restores, computes and waits for."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,11 +14,12 @@ from dafjax._trace.equation import Equation
 @final
 @dataclasses.dataclass(frozen=True)
 class Unpacking:
-    """Unpacks a compressed residual.
+    """Decodes a compressed residual.
 
     Attributes:
         value: The residual.
-        behind: What was recomputed in this step before, and goes through a tie first.
+        behind: Earlier partial results: values recomputed in the same step that pass
+            through a barrier before the decode.
     """
 
     value: int
@@ -28,16 +29,18 @@ class Unpacking:
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """A loop over parts of the rows, in which a stretch runs or a part of it.
+    """A chunk loop that runs a stage or a part of it.
 
     Attributes:
-        before: What is unpacked and computed before it, as it is without parts.
-        by_rows: What is unpacked and computed in it, in order.
-        sources: What is read in it by rows, and was there before.
-        sums: Equations that it runs behind those, whose results add up.
-        finishing: Equations that make gradients of sums, as soon as those are there.
-        results: What it makes by rows that is there as a whole in the end.
-        replaced: For each of them what it takes the place of, `None` for nothing.
+        before: Decodes and equations that run before the loop, on whole arrays.
+        by_rows: Decodes and equations that run on each chunk, in order.
+        sources: Values that exist before the loop and are read in chunks.
+        sums: Equations that run on each chunk after `by_rows`, and whose results are
+            added over the chunks.
+        finishing: Gradient epilogues, which turn a sum into a gradient as soon as the
+            sum is complete.
+        results: Values computed in chunks that later steps read.
+        replaced: For each result the value whose buffer it overwrites, or `None`.
     """
 
     before: tuple[Unpacking | Equation, ...]
@@ -50,7 +53,7 @@ class Loop:
 
     @property
     def made(self) -> tuple[int, ...]:
-        """What is unpacked and computed by rows, in order."""
+        """The values decoded or computed in chunks, in order."""
         return tuple(
             v
             for piece in self.by_rows
@@ -59,22 +62,22 @@ class Loop:
 
     @property
     def unpacked(self) -> tuple[int, ...]:
-        """The residuals that are unpacked by rows, in order."""
+        """The residuals decoded in chunks, in order."""
         return tuple(p.value for p in self.by_rows if isinstance(p, Unpacking))
 
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Division:
-    """How a stretch runs in parts of its rows.
+    """The chunk plan of a stage.
 
     Attributes:
-        num_rows: The rows of all that has them.
-        rows: The parts that they are divided into.
-        loops: What runs in parts, one loop after another.
-        rest: What is unpacked and computed behind the loops.
-        is_apart: Whether parts run one after another in the program, and results stay
-            in parts (`apart.py`). Else they run in a loop (`loops.py`).
+        num_rows: Length of the batch axis, the same for all chunked values.
+        rows: How the batch axis is split into chunks.
+        loops: The chunk loops, in order.
+        rest: Decodes and equations that run after the loops, on whole arrays.
+        is_apart: Whether the chunks are unrolled in the program and their results stay
+            separate arrays (`apart.py`). Otherwise they run in a loop (`loops.py`).
     """
 
     num_rows: int
@@ -85,21 +88,21 @@ class Division:
 
     @property
     def num_parts(self) -> int:
-        """How many parts there are."""
+        """The number of chunks."""
         return self.rows.num_parts
 
     @property
     def stays_in_parts(self) -> bool:
-        """Whether results are there in parts behind it."""
+        """Whether results remain chunked after the stage."""
         return self.is_apart and self.num_parts > 1
 
     @property
     def num_rows_of_part(self) -> int:
-        """The rows of a part."""
+        """The number of rows per chunk."""
         return self.num_rows // self.num_parts
 
     def likes_of_part(self, kept: Iterable[Kept]) -> dict[int, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of a part of what is unpacked by rows."""
+        """Returns shape and dtype of one chunk of each residual decoded in chunks."""
         unpacked = set(self.unpacked)
         return {
             item.value: jax.ShapeDtypeStruct(
@@ -111,12 +114,12 @@ class Division:
 
     @property
     def unpacked(self) -> tuple[int, ...]:
-        """The residuals that are unpacked by rows, each once."""
+        """The residuals decoded in chunks, each listed once."""
         return tuple(dict.fromkeys(v for loop in self.loops for v in loop.unpacked))
 
     @property
     def unpacked_in_all(self) -> tuple[int, ...]:
-        """The residuals that are unpacked, as often as they are."""
+        """All decoded residuals, each listed once per decode."""
         whole = (self.rest, *(loop.before for loop in self.loops))
         return (
             *(v for loop in self.loops for v in loop.unpacked),
@@ -127,21 +130,22 @@ class Division:
 @final
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One equation of the backward pass and what must be at hand for it.
+    """One equation of the backward pass, with what must be ready before it.
 
     Attributes:
         equation: The equation; `None` stands for returning the gradients.
-        begins: Whether a stretch begins before it.
-        cotangents: If so, the values of the backward pass that go through the tie.
-        awaited: Those of them that the tie need only wait for.
-        given: If so, the saved values and small arguments that go through the tie.
-        settled: If so, gradients of weights that are read no more.
-        restored: How what is missing is restored, in order: residuals to unpack, and
-            equations of the forward pass to run again.
-        delayed: The large arguments to read no earlier than the stretch begins.
-        joined: What of the equation's operands goes through one tie before it.
-        finishes: Whether the equation does what is left to do for a gradient.
-        division: If a stretch begins, how all of it runs in parts, where it does.
+        begins: Whether a stage begins at this step.
+        cotangents: If so, the backward-pass values that its barrier takes.
+        awaited: Those `cotangents` that are barrier inputs only.
+        given: If a stage begins, the saved inputs: uncompressed saved values and small
+            arguments that pass through its barrier.
+        settled: If a stage begins, late outputs: gradients of weights that have had
+            their last use.
+        restored: Decodes of residuals and recomputed forward equations, in order.
+        delayed: Large arguments that are read no earlier than the stage begins.
+        joined: Operands of the equation that pass through one barrier before it.
+        finishes: Whether the equation is a gradient epilogue.
+        division: If a stage begins, its chunk plan, or `None` if it is not chunked.
     """
 
     equation: Equation | None
@@ -158,19 +162,19 @@ class Step:
 
     @property
     def unpacked(self) -> tuple[int, ...]:
-        """The residuals to unpack, in order."""
+        """The residuals to decode, in order."""
         return tuple(r.value for r in self.restored if isinstance(r, Unpacking))
 
     @property
     def recomputed(self) -> tuple[Equation, ...]:
-        """The equations of the forward pass to run again, in order."""
+        """The forward equations to recompute, in order."""
         return tuple(r for r in self.restored if isinstance(r, Equation))
 
 
 def written(pieces: Iterable[Unpacking | Equation | None]) -> set[int]:
-    """Returns what is read by equations that XLA runs in kernels of their own.
+    """Returns the operands of equations that XLA runs in kernels of their own.
 
-    It has to be in memory for them; all else XLA can make in the kernels that read it.
+    These must be in memory. XLA can compute all other operands inside the consumers.
     """
     return {
         value

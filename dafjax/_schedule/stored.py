@@ -1,4 +1,4 @@
-"""What waits of a plan's values between its forward and its backward pass."""
+"""What is stored between the forward and the backward pass of a plan."""
 
 import collections
 import math
@@ -18,12 +18,12 @@ from dafjax.stores import AbstractStore
 
 
 class MeasuredHandle(NamedTuple):
-    """What is stored of a residual whose importance the backward pass measures.
+    """The stored form of a residual whose sensitivity the backward pass measures.
 
     Attributes:
-        handle: What the store returned.
-        rounding_noise: float32 scalar, what `codecs.sample_rounding_noise` returned:
-            codes of few bits do not tell how evenly their blocks were filled.
+        handle: The handle that the store returned.
+        rounding_noise: float32 scalar from `codecs.sample_rounding_noise`. Codes of few
+            bits do not show how evenly the values fill their quantization groups.
     """
 
     handle: ArrayTree
@@ -33,13 +33,14 @@ class MeasuredHandle(NamedTuple):
 def codecs_in(
     store: AbstractStore, plan: ProgramPlan, schedule: Sequence[Step] = ()
 ) -> dict[int, AbstractCodec]:
-    """Returns what each of a plan's values is packed with in a store.
+    """Returns the codec with which a store packs each value of a plan.
 
     Args:
         store: The store.
-        plan: What is kept.
-        schedule: The steps of the backward pass, by which values are unpacked whole or
-            in parts; none if it starts with all of them.
+        plan: The program and its saved residuals.
+        schedule: The steps of the backward pass, which decide whether values are
+            decoded whole or in chunks; empty if the backward pass starts by decoding
+            all of them.
     """
     reads: collections.Counter[int] = collections.Counter()
     parts: collections.defaultdict[int, int] = collections.defaultdict(lambda: 1)
@@ -62,12 +63,12 @@ def codecs_in(
 def parts_in(
     store: AbstractStore, plan: ProgramPlan, most: int, *, serves_gpus: bool = False
 ) -> Parts:
-    """Returns in which parts a plan's values can be unpacked in loops.
+    """Returns how a plan's values can be decoded in chunk loops.
 
     Args:
-        store: Where they are to wait: it packs for the parts that they are read in.
-        plan: The plan.
-        most: The most parts.
+        store: The store that saves them. It packs for the chunks that are read.
+        plan: The program and its saved residuals.
+        most: Maximum number of chunks.
         serves_gpus: As in `Parts`.
     """
     if are_shared_by_type(plan.program.avals):
@@ -90,21 +91,22 @@ def parts_in(
 def parts_apart(
     plan: ProgramPlan, codecs: Mapping[int, AbstractCodec], most: int
 ) -> Parts:
-    """Returns in which parts that stay apart a plan's values can be unpacked.
+    """Returns how a plan's values can be decoded in unrolled chunks.
 
     Args:
-        plan: The plan.
-        codecs: What `codecs_in` returned: what they are packed with.
-        most: The most parts.
+        plan: The program and its saved residuals.
+        codecs: The codec of each value, from `codecs_in`.
+        most: Maximum number of chunks.
     """
     likes = {value: like for value, *_, like in _packed(plan)}
     return Parts(codecs, most, likes, are_apart=True)
 
 
 def can_be_apart(plan: ProgramPlan) -> bool:
-    """Returns whether the backward pass may run with parts that stay apart.
+    """Returns whether the backward pass may run with unrolled chunks.
 
-    Not where devices share arrays by their types; and where more is done than computed.
+    It may not if array types contain how devices share the arrays, or if an equation
+    has side effects.
     """
     return not are_shared_by_type(plan.program.avals) and not any(
         eqn.has_effect for eqn in plan.program.backward

@@ -1,4 +1,4 @@
-"""Stretches: where they end so that they run in parts, and which of them do."""
+"""Stages: where they end so that they can be chunked, and which are chunked."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from dafjax._trace.equation import values_of
 
 
 def stretches_of(steps: Iterable[Step]) -> list[list[Step]]:
-    """Returns the stretches that steps are of."""
+    """Groups steps into stages."""
     stretches: list[list[Step]] = []
     for step in steps:
         if step.begins or not stretches:
@@ -24,18 +24,18 @@ def stretches_of(steps: Iterable[Step]) -> list[list[Step]]:
 def products_in_parts(
     plan: ProgramPlan, steps: Sequence[Step], parts: Parts
 ) -> frozenset[int]:
-    """Returns the products that are better part of the stretch in front of them.
+    """Returns the products that should join the stage before them.
 
-    Where the gradient of a weight is summed in parts, so can the cotangent be made that
-    goes on, in the place of the one that both are made of.
+    If a stage sums a weight gradient in chunks, the next product can compute the
+    outgoing cotangent in the same chunks and overwrite the cotangent that both read.
 
     Args:
-        plan: What is kept.
-        steps: Those of the backward pass.
-        parts: In which parts residuals can be unpacked.
+        plan: The program and its saved residuals.
+        steps: The steps of its backward pass.
+        parts: How residuals can be decoded in chunks.
 
     Returns:
-        The numbers of their steps.
+        The step indices of these products.
     """
     stretches = stretches_of(steps)
     laters = _read_later(plan, stretches)
@@ -60,12 +60,12 @@ def products_in_parts(
 def with_divisions(
     plan: ProgramPlan, steps: Sequence[Step], parts: Parts
 ) -> tuple[Step, ...]:
-    """Returns the steps, the first of every stretch with how it runs in parts.
+    """Returns the steps with a chunk plan on the first step of each stage.
 
     Args:
-        plan: What is kept.
-        steps: Those of the backward pass.
-        parts: In which parts residuals can be unpacked.
+        plan: The program and its saved residuals.
+        steps: The steps of its backward pass.
+        parts: How residuals can be decoded in chunks.
     """
     stretches = stretches_of(steps)
     divisions, _ = _divisions(plan, stretches, parts)
@@ -75,15 +75,15 @@ def with_divisions(
 def with_lasting_parts(
     plan: ProgramPlan, steps: Sequence[Step], parts: Parts
 ) -> tuple[Step, ...] | None:
-    """Returns the steps with divisions whose results stay in parts.
+    """Returns the steps with chunk plans whose results stay chunked.
 
-    `None` if there are none, or most are soon joined: then there are the parts and the
-    whole, and nothing is saved.
+    Returns `None` if no results stay chunked, or if so many are concatenated that
+    chunks and whole arrays together save nothing: see `_LEAST_RESULTS_OF_JOINED`.
 
     Args:
-        plan: What is kept.
-        steps: Those of the backward pass.
-        parts: In which parts residuals can be unpacked, apart.
+        plan: The program and its saved residuals.
+        steps: The steps of its backward pass.
+        parts: How residuals can be decoded in unrolled chunks.
     """
     stretches = stretches_of(steps)
     divisions, joined = _divisions(plan, stretches, parts)
@@ -96,12 +96,12 @@ def with_lasting_parts(
     return _divided(stretches, divisions)
 
 
-# So many times the bytes that are joined are there in parts alone.
+# Results in chunks must have more than this many times the bytes that are concatenated.
 _LEAST_RESULTS_OF_JOINED = 4
 
 
 def _results_in_parts(divisions: Iterable[Division | None]) -> dict[int, Rows]:
-    """Returns what is there in parts behind stretches that run so, and in which."""
+    """Returns the values that stay chunked after their stages, with their chunks."""
     return {
         value: division.rows
         for division in divisions
@@ -114,7 +114,7 @@ def _results_in_parts(divisions: Iterable[Division | None]) -> dict[int, Rows]:
 def _divisions(
     plan: ProgramPlan, stretches: Sequence[Sequence[Step]], parts: Parts
 ) -> tuple[list[Division | None], list[int]]:
-    """Returns how each stretch runs in parts, and which of their results are joined."""
+    """Returns the chunk plan of each stage, and the results that are concatenated."""
     divisions: list[Division | None] = []
     joined: list[int] = []
     in_parts: dict[int, Rows] = {}
@@ -122,7 +122,7 @@ def _divisions(
         division = divide(plan, stretch, later, parts, in_parts)
         divisions.append(division)
         if division is None or not division.stays_in_parts:
-            # They are joined where they are read as a whole.
+            # Chunked values are concatenated where they are read whole.
             joined += sorted(in_parts.keys() & read_in(stretch))
             in_parts = {v: rows for v, rows in in_parts.items() if v not in joined}
         in_parts.update(_results_in_parts([division]))
@@ -142,7 +142,7 @@ def _divided(
 def _read_later(
     plan: ProgramPlan, stretches: Sequence[Sequence[Step]]
 ) -> list[set[int]]:
-    """Returns what is read behind each stretch."""
+    """Returns for each stage the values that are read after it."""
     read = set(values_of(plan.program.gradients))
     laters = []
     for stretch in reversed(stretches):

@@ -1,4 +1,4 @@
-"""Arithmetic that is written down first, and done later in one custom call."""
+"""Records scalar arithmetic, and evaluates it later in one custom call."""
 
 from collections.abc import Iterable
 from typing import Literal, final
@@ -12,13 +12,13 @@ from dafjax._typing import Array
 
 
 _Operation = Literal["add", "multiply", "divide"]
-# Whether it is given, a constant or a result; and which of them.
+# The kind of a number, and its index among the numbers of that kind.
 _Place = tuple[Literal["given", "constant", "result"], int]
 
 
 @final
 class Tape:
-    """Writes down what is computed of numbers that come later.
+    """Records arithmetic on numbers that are known later.
 
     Example:
         >>> tape = Tape()
@@ -33,12 +33,12 @@ class Tape:
         self._results: dict[tuple[_Operation, _Place, _Place], Number] = {}
 
     def given(self) -> "Number":
-        """Returns the next number of those that come later."""
+        """Returns the next of the numbers that are known later."""
         self._num_given += 1
         return Number(self, ("given", self._num_given - 1))
 
     def number(self, number: "Number | float") -> "Number":
-        """Returns a constant as a number."""
+        """Converts a constant to a number of the tape."""
         if isinstance(number, Number):
             return number
         if number not in self._constants:
@@ -49,18 +49,17 @@ class Tape:
     def compute(
         self, operation: _Operation, first: "Number", second: "Number"
     ) -> "Number":
-        """Writes down an operation, once, and returns the result."""
+        """Records an operation, each only once, and returns its result."""
         key = (operation, first.place, second.place)
         if key not in self._results:
             self._results[key] = Number(self, ("result", len(self._results)))
         return self._results[key]
 
     def evaluate(self, given: Array, wanted: "Iterable[Number | float]") -> Array:
-        """Computes what has been written down.
+        """Evaluates the recorded arithmetic.
 
         Args:
-            given: float32 `[given]`: the numbers, in the order in which `given` was
-                called.
+            given: float32 `[given]`: the numbers, in the order of the calls of `given`.
             wanted: Numbers of this tape, and constants.
 
         Returns:
@@ -77,8 +76,8 @@ class Tape:
         constants = np.zeros(starts["result"], np.float32)
         with np.errstate(over="ignore"):
             constants[self._num_given :] = list(self._constants)
-        # Of examples that devices share by type, JAX joins no arrays of which only some
-        # are mapped.
+        # Pads and adds instead of concatenating: if devices share the mapped examples
+        # by type, JAX cannot concatenate arrays of which only some are mapped.
         room = [(0, len(self._constants), 0)]
         numbers_there = lax.pad(given, jnp.float32(0), room) + constants
         tape = tuple(

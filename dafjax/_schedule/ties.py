@@ -1,4 +1,4 @@
-"""Which orders are forced on XLA, for tests that show what each is for."""
+"""The barriers that force an order on XLA, for tests that remove them one by one."""
 
 import dataclasses
 from typing import final
@@ -7,33 +7,36 @@ from typing import final
 @final
 @dataclasses.dataclass(frozen=True)
 class Ties:
-    """Which ties are made: all of them, except in tests that show what each is for.
+    """Which barriers are inserted: all of them, except in tests that show their effect.
 
     Attributes:
-        forward: Ties of a value with its packed form, before it is used on. Without
-            them packing is put off until the backward pass.
-        cotangent: The dependency of unpacking on the backward pass. Without it
-            residuals are unpacked as soon as they are packed.
-        outgoing: Ties of what a stretch of the backward pass computed with the start of
-            the next one. Without them small reductions are put off, and their operands
-            live on.
-        partial: Ties of what was recomputed from one residual with the unpacking of the
-            next, on GPUs only where a custom call unpacks it. Without them all are
-            unpacked at once.
-        operands: Ties of cotangents with what was restored for the same equation, on
-            CPUs. Without them copies of the cotangents wait for it.
-        arguments: The dependency of large arguments on the backward pass, of zeros that
-            gradients of lookups are added to, and of keys on the forward pass. Without
-            it rearranged copies of all weights, zeros for the gradients of tables, and
-            the random bits of all layers, wait from the start.
-        results: Ties of small results with what is packed last. Without them a loss is
-            put off until after the backward pass, and the logits live on.
-        layouts: The order in memory of large arguments that wait for a dependency, of
-            their gradients, and of cotangents that products read. Without it XLA:GPU
-            rearranges arguments before that, what an optimizer keeps of them, and
-            cotangents for each product.
-        in_place: Waiting for the results of products, which do not come out of a tie.
-            Without it XLA:CPU computes nothing in their place.
+        forward: Barriers that take a value and its packed form, before the value's
+            later uses. Without them packing is delayed until the backward pass.
+        cotangent: The dependency of decoding on the backward pass. Without it residuals
+            are decoded as soon as they are packed.
+        outgoing: Barriers that take the results of a backward stage, at the start of
+            the next one. Without them small reductions are delayed, and their operands
+            stay live.
+        partial: Barriers between partial results, recomputed from one residual, and the
+            decode of the next residual; on GPUs only if a custom call decodes it.
+            Without them all residuals are decoded at once.
+        operands: Barriers that take cotangents and the restored operands of the same
+            equation, on CPUs. Without them copies of the cotangents stay live until the
+            operands are restored.
+        arguments: The dependency on the backward pass of large arguments and of zeros
+            that lookup gradients are added to, and the dependency on the forward pass
+            of keys. Without it rearranged copies of all weights, zeros for the
+            gradients of tables and the random bits of all layers are live from the
+            start.
+        results: Barriers that take small results and the value packed last. Without
+            them a loss is delayed until after the backward pass, and the logits stay
+            live.
+        layouts: Layout constraints on large delayed arguments, on their gradients, and
+            on cotangents that products read. Without them XLA:GPU rearranges arguments
+            before the dependency, the optimizer's state for them, and cotangents for
+            each product.
+        in_place: Whether results of products are barrier inputs only. Otherwise XLA:CPU
+            does not compute in place in their buffers.
     """
 
     forward: bool = True

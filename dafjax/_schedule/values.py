@@ -1,4 +1,4 @@
-"""What is there while the backward pass runs, each value whole or in parts."""
+"""The live values of the backward pass, each whole or in chunks."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, final
@@ -9,7 +9,7 @@ from dafjax._typing import Array
 
 @final
 class Values(dict[int, Any]):
-    """The values at hand; what is there in parts is joined when it is read.
+    """The live values; reading a chunked value concatenates its chunks.
 
     Example:
         >>> import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Values(dict[int, Any]):
         return self[value]
 
     def put_parts(self, made: Mapping[int, tuple[Array, ...]], rows: Rows) -> None:
-        """Adds values in parts."""
+        """Adds chunked values."""
         for value, parts in made.items():
             self.pop(value, None)
             self._in_parts[value] = rows, parts
@@ -40,24 +40,24 @@ class Values(dict[int, Any]):
     def parts(
         self, value: int, rows: Rows, wholes: Mapping[int, Any]
     ) -> tuple[Array, ...]:
-        """Returns the parts of a value.
+        """Returns the chunks of a value.
 
         Args:
             value: The value.
-            rows: Which parts.
-            wholes: Where it is read if these are not there.
+            rows: The chunks to return.
+            wholes: Live whole values, used if these chunks do not exist.
         """
         known, parts = self._in_parts.get(value, (None, ()))
         return parts if known == rows else rows.split(wholes[value])
 
     def arrays(self, values: Iterable[int]) -> list[tuple[Any, ...]]:
-        """Returns of each value what there is: the whole, or all of its parts."""
+        """Returns the arrays of each value: the whole, or all of its chunks."""
         return [
             self._in_parts[v][1] if v in self._in_parts else (self[v],) for v in values
         ]
 
     def replace(self, values: Iterable[int], arrays: Iterable[Any]) -> None:
-        """Replaces what `arrays` returned of these values, all in one sequence."""
+        """Replaces the arrays that `arrays` returned, given as one flat sequence."""
         new = iter(arrays)
         for value in values:
             if value in self._in_parts:
