@@ -25,6 +25,7 @@ from benchmarks.tables import make_console, make_table
 from benchmarks.training import Workload
 from benchmarks.transformers import Shape
 from dafjax import Bits
+from dafjax._passes.pipeline import Context, run_passes
 from dafjax._plan.plan import Kept, ProgramPlan
 from dafjax._plan.planner import make_plan
 from dafjax._schedule.importance import importances
@@ -107,9 +108,9 @@ class Gradient:
             len(consts) <= number < len(consts) + count
             for number in range(len(closed.in_avals))
         ]
-        plan = make_plan(
-            differentiate(closed, perturbed), policy=CompressExpensive(), bits=Bits()
-        )
+        policy = CompressExpensive()
+        program = run_passes(differentiate(closed, perturbed), Context(policy))
+        plan = make_plan(program, policy=policy, bits=Bits())
         return cls(plan, [*consts, *leaves])
 
     @property

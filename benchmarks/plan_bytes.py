@@ -25,6 +25,7 @@ from benchmarks.minimum_cut import minimum_cut_nbytes
 from benchmarks.tables import make_console, make_table
 from benchmarks.training import Workload
 from dafjax import Bits
+from dafjax._passes.pipeline import Context, run_passes
 from dafjax._plan.planner import make_plan
 from dafjax._trace.residuals import Program, differentiate
 from dafjax.codecs import Affine
@@ -153,9 +154,10 @@ def _differentiate(
         return loss(*jax.tree.unflatten(structure, leaves))
 
     num_params = len(jax.tree.leaves(params))
-    return differentiate(
+    program = differentiate(
         jax.make_jaxpr(flat)(*leaves), [n < num_params for n in range(len(leaves))]
     )
+    return run_passes(program, Context(CompressExpensive()))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from dafjax._estimate import (
     StepMemory as StepMemory,
     estimate as estimate,
 )
+from dafjax._explain import explain as explain
 from dafjax._fit_batch import FittedBatch as FittedBatch, fit_batch as fit_batch
 from dafjax._native import CudaStatus as CudaStatus, cuda_status as cuda_status
 from dafjax._remat_compress import remat_compress as remat_compress

@@ -15,11 +15,19 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax._fresh_seed import freshen
 from dafjax._native import tie
+from dafjax._passes.pipeline import Context, run_passes
 from dafjax._plan.brief import find_brief
 from dafjax._plan.planner import make_plan
 from dafjax._plan.recorder import current_recorder
 from dafjax._plan.segments import cut
-from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule
+from dafjax._rules import (
+    Options,
+    PlainRule,
+    RerunRule,
+    Rule,
+    ScheduledRule,
+    Stages,
+)
 from dafjax._trace.bodies import (
     Body,
     has_bodies,
@@ -27,9 +35,7 @@ from dafjax._trace.bodies import (
     with_wrapped_bodies,
 )
 from dafjax._trace.equation import look_up
-from dafjax._trace.finishing import finish_early
 from dafjax._trace.graph import mark_as_wrapped, stopped_outputs
-from dafjax._trace.lookups import look_up_first
 from dafjax._trace.residuals import (
     differentiate,
     fingerprint_of_function,
@@ -158,8 +164,9 @@ def _with_rule(
         # Inner wrapped functions are traced here. The outermost decides, so their
         # residuals are part of this plan.
         with _absorbing():
-            program = differentiate(source, perturbed)
-            program = finish_early(look_up_first(program))
+            traced = differentiate(source, perturbed)
+            context = Context(options.policy, frozenset(numbers), iterations or 1)
+            program = run_passes(traced, context, without=options.without_passes)
         plan = make_plan(
             program,
             policy=options.policy,
@@ -174,12 +181,11 @@ def _with_rule(
         # Residuals of a body are never short-lived: other iterations run meanwhile.
         if iterations is None and not options.store.takes_brief:
             plan = dataclasses.replace(plan, brief=find_brief(plan))
-        if options.policy.is_binding or (
-            plan.compresses and (iterations is not None or plan.is_worth_it)
-        ):
+        if plan.compresses or options.policy.is_binding:
+            stages = Stages(traced, context, plan, options, iterations or 1)
             if runs_again:
-                return RerunRule(plan, program, options, numbers)
-            return ScheduledRule(plan, options)
+                return RerunRule(plan, program, options, numbers, stages)
+            return ScheduledRule(plan, options, stages)
         if recorded:
             # The residuals of `PlainRule` are hidden in JAX's pullback, so this lists
             # an equivalent plan.
@@ -206,6 +212,9 @@ def _with_rule(
             # A body belongs to the function that wraps it, so it keeps its rule.
             iterations is None and _ABSORBED.get(),
         )
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.rules.append(rule)
         operands = [_primal(argument) for argument in arguments]
         seed = jnp.asarray(_primal(seed))
         if iterations is None:

@@ -25,6 +25,7 @@ from dafjax._call import (
 from dafjax._derivative import with_compressed_residuals
 from dafjax._explained_errors import explained_concretization, explained_forward_mode
 from dafjax._numbers import shown
+from dafjax._passes.pipeline import NAMES
 from dafjax._rules import Options
 from dafjax._schedule.ties import Ties
 from dafjax._stand_in import current_stand_in
@@ -52,6 +53,7 @@ def remat_compress(
     activation_argnums: int | Sequence[int] = (),
     rematerialize: bool = False,
     max_parts: int | None = None,
+    without_passes: Sequence[str] = (),
     seed: int | jax.Array = 0,
     prevent_cse: bool | Sequence[bool] = True,
     concrete: bool = False,
@@ -107,6 +109,8 @@ def remat_compress(
             on CPUs; on GPUs 1, or 4 if some residuals are in a page pool. One chunk
             takes as little memory on GPUs, because the kernels that read residuals
             unpack them. GPUs use at most 4 chunks, of 8 MiB or more each.
+        without_passes: Names of rewrites that are left out, for experts who ask what
+            one is worth. `dafjax.explain` lists them with their effect.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
             The noise also depends on the values that are rounded. So a constant seed
             gives fresh noise in every step, and a step can be repeated exactly.
@@ -148,6 +152,7 @@ def remat_compress(
             activation_argnums=activation_argnums,
             rematerialize=rematerialize,
             max_parts=max_parts,
+            without_passes=without_passes,
             seed=seed,
             prevent_cse=prevent_cse,
             concrete=concrete,
@@ -188,6 +193,7 @@ def remat_compress(
         ties=Ties(),
         rematerialize=_checked_flag("rematerialize", rematerialize),
         max_parts=_checked_max_parts(max_parts),
+        without_passes=_checked_passes(without_passes),
     )
     if bits is None:
         return fun
@@ -402,6 +408,22 @@ def _check_prevent_cse(value: Any) -> None:
             "`remat_compress(prevent_cse=...)` must be a bool or a sequence of bools, "
             f"but got `{value!r}`. It has no effect: leave it out."
         )
+
+
+def _checked_passes(names: Any) -> tuple[str, ...]:
+    argument = "remat_compress(without_passes=...)"
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise TypeError(
+            f"`{argument}` must be a sequence of names, but got `{names!r}`. Use for "
+            'example `["relu_mask"]`.'
+        )
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(
+                f"`{argument}` must hold names of passes, but got {name!r}. There are "
+                f"{', '.join(NAMES)}."
+            )
+    return tuple(names)
 
 
 def _checked_max_parts(value: Any) -> int | None:

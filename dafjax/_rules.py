@@ -12,6 +12,7 @@ from jax import lax
 
 from dafjax._bits import Bits
 from dafjax._native import first_order, installed_plugins, tie
+from dafjax._passes.pipeline import Context
 from dafjax._plan.plan import ProgramPlan
 from dafjax._plan.planner import plan_arguments
 from dafjax._plan.recorder import current_recorder
@@ -41,6 +42,32 @@ class Options:
     ties: Ties
     rematerialize: bool
     max_parts: int | None
+    without_passes: tuple[str, ...] = ()
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stages:
+    """A wrapped function at each stage, for `dafjax.explain`.
+
+    Attributes:
+        traced: The function and its transpose as JAX has them.
+        context: What passes knew of it.
+        plan: What is saved, and what is recomputed.
+        options: The options of `remat_compress`.
+        iterations: How often it runs, if it is the body of a loop.
+    """
+
+    traced: Program
+    context: Context
+    plan: ProgramPlan
+    options: Options
+    iterations: int
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The schedule of the backward pass."""
+        return _schedule(self.plan, self.options)
 
 
 class Rule(abc.ABC):
@@ -48,9 +75,12 @@ class Rule(abc.ABC):
 
     Attributes:
         perturbed: For every argument, whether it is differentiated.
+        stages: The function at each stage, for `dafjax.explain`; `None` if there is
+            nothing to compress.
     """
 
     perturbed: tuple[bool, ...]
+    stages: Stages | None = None
 
     @abc.abstractmethod
     def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -92,7 +122,10 @@ class PlainRule(Rule):
 class ScheduledRule(Rule):
     """Runs both passes equation by equation, as a plan and its schedule say."""
 
-    def __init__(self, plan: ProgramPlan, options: Options) -> None:
+    def __init__(
+        self, plan: ProgramPlan, options: Options, stages: Stages | None = None
+    ) -> None:
+        self.stages = stages
         self.perturbed = plan.program.perturbed
         schedule = _schedule(plan, options)
         codecs = codecs_in(options.store, plan, schedule)
@@ -122,7 +155,9 @@ class RerunRule(Rule):
         program: Program,
         options: Options,
         activations: Iterable[int],
+        stages: Stages,
     ) -> None:
+        self.stages = stages
         self.perturbed = program.perturbed
         of_arguments = plan_arguments(
             plan, program, bits=options.bits, activations=activations

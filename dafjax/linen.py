@@ -41,6 +41,7 @@ def remat_compress(
     activation_argnums: int | Sequence[int] | None = None,
     rematerialize: bool = False,
     max_parts: int | None = None,
+    without_passes: Sequence[str] = (),
     seed: int | jax.Array = 0,
 ) -> Target:
     """Makes a module save its residuals for the backward pass in a few bits.
@@ -76,6 +77,7 @@ def remat_compress(
             is saved once per block.
         rematerialize: As in `dafjax.remat_compress`.
         max_parts: As in `dafjax.remat_compress`.
+        without_passes: As in `dafjax.remat_compress`.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
 
     Returns:
@@ -114,6 +116,7 @@ def remat_compress(
         static_argnums=static_argnums,
         rematerialize=rematerialize,
         max_parts=max_parts,
+        without_passes=without_passes,
         seed=seed,
         prevent_cse=prevent_cse,
         concrete=concrete,

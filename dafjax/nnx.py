@@ -32,6 +32,7 @@ def remat_compress(
     activation_argnums: int | Sequence[int] | None = None,
     rematerialize: bool = False,
     max_parts: int | None = None,
+    without_passes: Sequence[str] = (),
     seed: int | jax.Array = 0,
     prevent_cse: bool = True,
     graph: bool | None = None,
@@ -66,6 +67,7 @@ def remat_compress(
             it is saved once per block.
         rematerialize: As in `dafjax.remat_compress`.
         max_parts: As in `dafjax.remat_compress`.
+        without_passes: As in `dafjax.remat_compress`.
         seed: Seed of the rounding noise, an integer or a uint32 scalar, traced or not.
         prevent_cse: As in `dafjax.remat_compress`: it has no effect.
         graph: Has no effect. In `flax.nnx.remat`, `False` refuses variables that
@@ -105,6 +107,7 @@ def remat_compress(
             activation_argnums=activation_argnums,
             rematerialize=rematerialize,
             max_parts=max_parts,
+            without_passes=without_passes,
             seed=seed,
             prevent_cse=prevent_cse,
             graph=graph,
@@ -118,6 +121,7 @@ def remat_compress(
         static_argnums=static_argnums,
         rematerialize=rematerialize,
         max_parts=max_parts,
+        without_passes=without_passes,
         seed=seed,
         prevent_cse=prevent_cse,
     )

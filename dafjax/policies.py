@@ -45,6 +45,13 @@ class Recompute:
 Decision: TypeAlias = Save | Compress | Recompute
 
 
+def is_inexact(decision: Decision) -> bool:
+    """Returns whether a decision stores a value in codes with an error."""
+    return isinstance(decision, Compress) and (
+        decision.codec is None or not decision.codec.is_exact
+    )
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class Residual:

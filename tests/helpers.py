@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,28 @@ import numpy as np
 import pytest
 
 from dafjax._native import tape_entry
+from dafjax._passes.pipeline import Context, run_passes
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Step
 from dafjax._schedule.stored import parts_in
+from dafjax._trace.residuals import Program, differentiate
+from dafjax._trace.tracing import ClosedJaxpr
 from dafjax.codecs import AbstractCodec, Affine, Bitmask
+from dafjax.policies import AbstractPolicy, CompressExpensive
 from dafjax.stores import Arrays
+
+
+def prepared(
+    closed: ClosedJaxpr,
+    perturbed: Sequence[bool],
+    *,
+    policy: AbstractPolicy | None = None,
+    activations: Collection[int] = (),
+) -> Program:
+    """Returns a function and its transpose after all passes."""
+    context = Context(policy or CompressExpensive(), activations)
+    return run_passes(differentiate(closed, perturbed), context)
 
 
 AFFINE_CODECS: tuple[Affine, ...] = (

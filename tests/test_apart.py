@@ -19,12 +19,11 @@ from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Unpacking
 from dafjax._schedule.stored import codecs_in, parts_apart
 from dafjax._schedule.values import Values
-from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine
 from dafjax.policies import CompressDots, CompressExpensive, CompressNames
 from dafjax.stores import Arrays, _pooled_affine
 from tests import networks
-from tests.helpers import relative_error, scheduled
+from tests.helpers import prepared, relative_error, scheduled
 
 
 @pytest.fixture
@@ -509,7 +508,7 @@ def plan_of_convolutions(key):
     def loss(*leaves):
         return networks.conv_loss(*jax.tree.unflatten(structure, leaves))
 
-    program = differentiate(jax.make_jaxpr(loss)(*leaves), [True] * len(leaves))
+    program = prepared(jax.make_jaxpr(loss)(*leaves), [True] * len(leaves))
     return make_plan(program, policy=CompressExpensive(), bits=Bits())
 
 

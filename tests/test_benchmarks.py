@@ -47,11 +47,11 @@ from benchmarks.actnn import layer_inputs
 from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compare
 from benchmarks.monotony import falls_as_it_grows
 from benchmarks.uniform_bits import UniformBits
-from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from models.resnet import ResNetConfig
 from models.tasks import images
 from models.tasks.task import ACCURACY, LOSS
+from tests.helpers import prepared
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -415,7 +415,7 @@ def test_a_minimum_cut_keeps_the_one_product_that_all_follows_from():
 
     x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
     w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    program = differentiate(jax.make_jaxpr(loss)(w, x), [True, False])
+    program = prepared(jax.make_jaxpr(loss)(w, x), [True, False])
     codec = Affine(bits=2)
     assert minimum_cut.minimum_cut_nbytes(
         program, codec, min_nbytes=0

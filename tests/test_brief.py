@@ -329,7 +329,8 @@ def test_a_step_needs_less_in_all_than_with_a_pool_of_everything(key):
     assert peak["lasting"] < 0.7 * peak["all"]
     # They wait in memory that is there for the first blocks.
     assert temp["lasting"] < 1.005 * temp["all"]
-    assert temp["lasting"] + peak["lasting"] < 1.02 * arrays
+    # Arrays are read in more chunks than pool entries, which fill pages.
+    assert temp["lasting"] + peak["lasting"] < 1.1 * arrays
 
 
 @pytest.mark.parametrize("option", ["lasting_only", "backward_once"])

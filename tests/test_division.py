@@ -23,7 +23,7 @@ from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import CompressDots, CompressExpensive, CompressNames
 from dafjax.stores import _pooled_affine
 from tests import networks
-from tests.helpers import like, relative_error, scheduled
+from tests.helpers import like, prepared, relative_error, scheduled
 
 
 def equation_of(function, *arguments):
@@ -216,7 +216,7 @@ def small_parts(monkeypatch):
 
 def plan_of(function, *arguments):
     return make_plan(
-        differentiate(jax.make_jaxpr(function)(*arguments), [True] * len(arguments)),
+        prepared(jax.make_jaxpr(function)(*arguments), [True] * len(arguments)),
         policy=CompressExpensive(min_nbytes=256),
         bits=Bits(),
     )

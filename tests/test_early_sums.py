@@ -8,8 +8,8 @@ import dafjax
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
 from dafjax._schedule.early_sums import with_early_sums
-from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
+from tests.helpers import prepared
 
 
 def norm(x):
@@ -24,7 +24,7 @@ def stream(x, w):
 
 def stages_of(loss, *arguments):
     program = make_plan(
-        differentiate(jax.make_jaxpr(loss)(*arguments), [True] * len(arguments)),
+        prepared(jax.make_jaxpr(loss)(*arguments), [True] * len(arguments)),
         policy=CompressExpensive(),
         bits=Bits(),
     )

@@ -8,10 +8,11 @@ from flax import linen as nn
 from jax.sharding import AxisType
 
 import dafjax
+from dafjax._passes.factored_sums import factor_sums
 from dafjax._trace.equation import evaluate, look_up
-from dafjax._trace.factored_sums import factor_sums
-from dafjax._trace.graph import flatten, live_equations
-from dafjax._trace.residuals import differentiate
+from dafjax._trace.graph import flatten
+from dafjax._trace.residuals import Program
+from tests.helpers import prepared
 
 
 X = jax.ShapeDtypeStruct((6, 5, 4), jnp.float32)
@@ -23,8 +24,22 @@ M = jax.ShapeDtypeStruct((6, 5, 1), jnp.float32)
 def factored(function, *avals):
     """Returns how many sums of an array like X a function makes, and what it does."""
     graph = flatten(jax.make_jaxpr(function)(*avals))
-    equations, types = factor_sums(graph)
-    equations = live_equations(equations, graph.outputs)
+    # All of it is a backward pass, of cotangents.
+    program = factor_sums(
+        Program(
+            avals=graph.avals,
+            num_arguments=0,
+            forward=(),
+            results=(),
+            cotangents=tuple(range(graph.num_inputs)),
+            backward=graph.equations,
+            gradients=graph.outputs,
+            perturbed=(),
+            differentiable=(True,) * graph.num_inputs,
+            tags={},
+        )
+    )
+    equations, types = (*program.forward, *program.backward), program.avals
     sums = [
         eqn
         for eqn in equations
@@ -121,7 +136,7 @@ def test_a_batch_norm_sums_twice_in_its_backward_pass():
     closed = jax.make_jaxpr(lambda *a: apply(*jax.tree.unflatten(structure, a)))(
         *leaves
     )
-    program = differentiate(closed, [True] * len(leaves))
+    program = prepared(closed, [True] * len(leaves))
     sums = [
         eqn
         for eqn in program.backward

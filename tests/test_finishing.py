@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 import dafjax
+from dafjax._passes.finishing import finish_early, finishing_equations
 from dafjax._trace import residuals
 from dafjax._trace.equation import evaluate, look_up
-from dafjax._trace.finishing import finish_early, finishing_equations
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

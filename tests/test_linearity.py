@@ -8,7 +8,7 @@ import pytest
 
 from dafjax._bits import Use
 from dafjax._plan.linearity import find_uses
-from dafjax._trace.residuals import differentiate
+from tests.helpers import prepared
 
 
 SHAPE = (64, 64)
@@ -17,7 +17,7 @@ SHAPE = (64, 64)
 def analyzed(f, *shapes):
     """Returns what `find_uses` is asked if products are in codes, the rest computed."""
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    program = differentiate(jax.make_jaxpr(f)(*args), [True] * len(args))
+    program = prepared(jax.make_jaxpr(f)(*args), [True] * len(args))
     recomputed, inexact = {}, []
     for eqn in program.forward:
         if eqn.primitive == "dot_general":

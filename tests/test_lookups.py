@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import dafjax
+from dafjax._passes.lookups import look_up_first
 from dafjax._trace import residuals
 from dafjax._trace.equation import evaluate, look_up
-from dafjax._trace.lookups import look_up_first
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

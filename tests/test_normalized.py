@@ -10,10 +10,9 @@ import dafjax
 from dafjax._plan import planner
 from dafjax._plan.extents import Extent, find_extents
 from dafjax._plan.normalized import mixes
-from dafjax._trace.residuals import differentiate
 from dafjax._trace.tracing import trace
 from dafjax.codecs import Affine
-from tests.helpers import relative_error
+from tests.helpers import prepared, relative_error
 
 
 def normal(seed, *shape):
@@ -77,7 +76,7 @@ def extents_of(function, *shape):
     """Returns the extent of the argument of a function."""
     aval = jax.ShapeDtypeStruct(shape, jnp.float32)
     closed, _, _ = trace(lambda x: jnp.sum(function(x * 2) ** 3), [aval])
-    program = differentiate(closed, (True,))
+    program = prepared(closed, (True,))
     return find_extents(program).get(0)
 
 

@@ -6,20 +6,19 @@ import pytest
 
 import dafjax
 from dafjax._bits import Bits
+from dafjax._passes.relu_masks import select_rectified
 from dafjax._plan.planner import make_plan
-from dafjax._plan.rectifiers import select_rectified
-from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import AbstractPolicy, CompressExpensive, SaveAll
 from tests import networks
-from tests.helpers import relative_error
+from tests.helpers import prepared, relative_error
 
 
 def plan_of(f, *arguments, policy=None, perturbed=None, activations=()):
     leaves, structure = jax.tree.flatten(arguments)
     closed = jax.make_jaxpr(lambda *x: f(*jax.tree.unflatten(structure, x)))(*leaves)
     return make_plan(
-        differentiate(closed, perturbed or [True] * len(leaves)),
+        prepared(closed, perturbed or [True] * len(leaves)),
         policy=policy or CompressExpensive(min_nbytes=256),
         bits=Bits(2),
         activations=activations,

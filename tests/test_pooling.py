@@ -12,9 +12,9 @@ from jax import lax
 
 import dafjax
 from dafjax._bits import Bits
-from dafjax._plan import decisions
+from dafjax._passes.pipeline import Context, run_passes
+from dafjax._passes.pooling import Windows, find_poolings
 from dafjax._plan.planner import make_plan
-from dafjax._plan.pooling import Windows, find_poolings
 from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import AbstractPolicy, Compress, CompressExpensive, Save, SaveAll
@@ -124,11 +124,9 @@ def program_of(function, *arguments):
 
 
 def plan_of(function, *arguments, policy=None):
-    return make_plan(
-        program_of(function, *arguments),
-        policy=policy or CompressExpensive(min_nbytes=256),
-        bits=Bits(2),
-    )
+    policy = policy or CompressExpensive(min_nbytes=256)
+    program = run_passes(program_of(function, *arguments), Context(policy))
+    return make_plan(program, policy=policy, bits=Bits(2))
 
 
 def test_of_what_is_pooled_only_codes_and_places_are_kept(key):
@@ -191,15 +189,14 @@ def test_the_gradient_at_two_bits_has_noise_and_no_bias(key):
     assert 0.7 < bias / (noise / num_draws**0.5) < 1.4
 
 
-def test_places_need_less_memory_than_what_is_pooled(key, monkeypatch):
+def test_places_need_less_memory_than_what_is_pooled(key):
     arguments = jax.eval_shape(lambda: example(key, depth=3, batch=32, size=64))
 
-    def nbytes():
-        return gradient_nbytes(dafjax.remat_compress(layers), *arguments)
+    def nbytes(**options):
+        wrapped = dafjax.remat_compress(layers, **options)
+        return gradient_nbytes(wrapped, *arguments)
 
-    places = nbytes()
-    monkeypatch.setattr(decisions, "find_poolings", lambda *_: ())
-    assert places < 0.5 * nbytes()
+    assert nbytes() < 0.5 * nbytes(without_passes=["argmax_pooling"])
 
 
 def test_a_policy_that_saves_everything_saves_what_jax_does(key):

@@ -20,7 +20,7 @@ def test_the_top_level_has_these_names():
     modules = {"allocation", "codecs", "policies", "reductions", "stores", "report"}
     functions = {"remat_compress", "saved_residuals", "print_saved_residuals"}
     functions |= {"adaptive_jit", "estimate", "fit_batch", "custom_calls"}
-    functions |= {"cuda_status", "assess"}
+    functions |= {"cuda_status", "assess", "explain"}
     results = {
         "AdaptiveJit",
         "ArrayNoise",

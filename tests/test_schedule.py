@@ -12,10 +12,9 @@ from dafjax._schedule import schedule
 from dafjax._schedule.schedule import _Builder
 from dafjax._schedule.steps import Unpacking, written
 from dafjax._trace.equation import call_equation, evaluate
-from dafjax._trace.residuals import differentiate
 from dafjax.policies import CompressExpensive
 from tests import networks
-from tests.helpers import scheduled
+from tests.helpers import prepared, scheduled
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def plan(key):
         return networks.conv_loss(*jax.tree.unflatten(structure, leaves))
 
     return make_plan(
-        differentiate(jax.make_jaxpr(loss)(*leaves), [True] * len(leaves)),
+        prepared(jax.make_jaxpr(loss)(*leaves), [True] * len(leaves)),
         policy=CompressExpensive(min_nbytes=256),
         bits=Bits(),
     )
@@ -101,9 +100,7 @@ def test_a_large_argument_does_not_go_through_ties(plan):
 
 def test_a_backward_pass_without_compressed_residuals_has_no_stretch():
     closed = jax.make_jaxpr(lambda x: jnp.sum(x * 2.0))(jnp.ones(3))
-    plan = make_plan(
-        differentiate(closed, [True]), policy=CompressExpensive(), bits=Bits()
-    )
+    plan = make_plan(prepared(closed, [True]), policy=CompressExpensive(), bits=Bits())
     assert not any(step.begins for step in scheduled(plan))
 
 
@@ -162,7 +159,7 @@ def softmax_plan():
         return jnp.sum(jnp.einsum("bsd,bts->bdt", value, weights) ** 2)
 
     return make_plan(
-        differentiate(jax.make_jaxpr(loss)(x, x, x), [True] * 3),
+        prepared(jax.make_jaxpr(loss)(x, x, x), [True] * 3),
         policy=CompressExpensive(min_nbytes=256),
         bits=Bits(),
     )
@@ -200,7 +197,7 @@ def test_a_loop_has_slices_delayed_and_no_whole_arguments(plan):
     x, w = jnp.ones((128, 128)), jnp.ones((128, 128))
     closed = jax.make_jaxpr(lambda w, x: jnp.tanh(x @ w) @ w)(w, x)
     plan = make_plan(
-        differentiate(closed, [True, True]),
+        prepared(closed, [True, True]),
         policy=CompressExpensive(min_nbytes=256),
         bits=Bits(),
         activations=(1,),

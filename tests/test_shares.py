@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import dafjax
+from dafjax._passes.denominators import sum_of_shares
 from dafjax._plan.recorder import record_plans
-from dafjax._plan.shares import sum_of_shares
 
 
 KEY = jax.random.key(0)

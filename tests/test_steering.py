@@ -9,16 +9,16 @@ import pytest
 
 import dafjax
 from dafjax._plan.steering import find_steering
-from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from tests import networks
+from tests.helpers import prepared
 
 
 def steering_primitives(loss, *arguments):
     """Returns the primitives that make what steers."""
     closed = jax.make_jaxpr(loss)(*arguments)
-    program = differentiate(closed, [True] * len(arguments))
+    program = prepared(closed, [True] * len(arguments))
     steering = find_steering(program)
     return {
         eqn.primitive for eqn in program.forward if not steering.isdisjoint(eqn.outputs)

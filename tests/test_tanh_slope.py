@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax._trace.residuals import differentiate
 from dafjax.stores import PagePool
+from tests.helpers import prepared
 
 
 def program_of(function, *arguments):
     closed = jax.make_jaxpr(function)(*arguments)
-    return differentiate(closed, [True] * len(arguments))
+    return prepared(closed, [True] * len(arguments))
 
 
 def primitives(equations):

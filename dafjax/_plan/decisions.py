@@ -6,15 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dafjax._plan.pooling import Pooling, find_poolings
-from dafjax._plan.shares import Total
 from dafjax._plan.steering import find_steering
 from dafjax._trace.equation import Equation
 from dafjax._trace.graph import live_equations, names_of_user
-from dafjax._trace.operation import Operation, naming, operation_of
-from dafjax._trace.residuals import Program
+from dafjax._trace.operation import Operation, naming, operations_of
+from dafjax._trace.residuals import Program, Recipe
 from dafjax._trace.rules import Cost, Error
-from dafjax._trace.tracing import names_of_place
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import (
     AbstractPolicy,
@@ -23,6 +20,7 @@ from dafjax.policies import (
     Recompute,
     Residual,
     Save,
+    is_inexact,
 )
 
 
@@ -31,20 +29,16 @@ def decide(
     wanted: tuple[int, ...],
     policy: AbstractPolicy,
     *,
-    fingerprint: str,
     names: Mapping[int, tuple[str, ...]],
     activations: Collection[int],
     packed: Container[int],
-    totals: Mapping[int, Total],
-    decided: Mapping[int, Decision],
-    instead: Mapping[int, Equation],
     iterations: int,
 ) -> dict[int, Decision]:
     """Asks the policy about every value `wanted` could be recomputed from.
 
     Asks about values in the order of computation, so that `known` and `sources` of a
-    value's operands are settled before the value. Does not ask about values in
-    `decided`. For a value in `instead`, recomputation uses the equation given there.
+    value's operands are settled before the value. Does not ask about values that a pass
+    has decided about. A value with a recipe is recomputed by the recipe.
     """
     decisions: dict[int, Decision] = {}
     known: dict[int, bool] = {}
@@ -77,8 +71,6 @@ def decide(
     exact.update(eqn.divisor for eqn in program.backward if eqn.divisor is not None)
     steering = find_steering(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
-    # Range-reduced arguments have the names of the user's values, but are other values.
-    phases = {v for eqn in instead.values() for v in eqn.input_values}
 
     def settle(
         value: int,
@@ -88,7 +80,7 @@ def decide(
         has_effect: bool = False,
         flips: bool = False,
     ) -> None:
-        decision = decided.get(value) or policy(residual)
+        decision = program.decided.get(value) or policy(residual)
         if flips and isinstance(decision, Recompute):
             decision = Compress(Bitmask())
         is_off = is_inexact(decision) or (
@@ -124,11 +116,13 @@ def decide(
             steers=value in steering,
             copies=iterations,
             names=names[value],
-            program=fingerprint,
+            program=program.fingerprint,
             number=value,
+            # A range-reduced argument has the names of the argument, which is another
+            # value.
             operations=()
-            if value in phases
-            else (*_named_by(program, value), *_made_by(producers.get(value))),
+            if primitive == "phase"
+            else (*_named_by(program, value), *operations_of(producers.get(value))),
             **found,
         )
 
@@ -144,8 +138,7 @@ def decide(
             sources[value] = frozenset()
 
     for eqn in live_equations(program.forward, wanted):
-        recomputation = next((instead[v] for v in eqn.outputs if v in instead), eqn)
-        inputs = recomputation.input_values
+        inputs = _recomputation(program, eqn, decisions).input_values
         reached = frozenset().union(*(sources[v] for v in inputs))
         is_certain = all(known[v] or v in drawn for v in inputs)
         all_known = eqn.rule.is_cheap and all(known[v] for v in inputs)
@@ -177,9 +170,11 @@ def decide(
                 contracted=eqn.contracted_size,
                 multiplied=multiplies,
             )
-            total = totals.get(value)
-            of_codes = total is not None and is_inexact(decisions[total.operand])
-            if of_codes and not policy.saves_exactly(residual):
+            recipe = program.recipes.get(value)
+            sums_codes = (
+                recipe is not None and recipe.needs_codes and applies(recipe, decisions)
+            )
+            if sums_codes and not policy.saves_exactly(residual):
                 # A softmax denominator has hardly any noise, and only noise that its
                 # numerators have too.
                 decisions[value] = Recompute()
@@ -203,54 +198,29 @@ def decide(
 _PRODUCTS_OF_DRAW = 200
 
 
-def packings_of_places(
-    program: Program,
-    policy: AbstractPolicy,
-    activations: Container[int],
-    iterations: int,
-) -> dict[Pooling, Decision]:
-    """Asks the policy which poolings store argmax indices.
+def applies(recipe: Recipe, decisions: Mapping[int, Decision]) -> bool:
+    """Returns whether the values that a recipe needs are stored as it needs them."""
+    decision = decisions.get(recipe.needs, Recompute())
+    if recipe.needs_codes:
+        return is_inexact(decision)
+    return not isinstance(decision, Recompute)
 
-    These are the poolings whose indices the policy compresses exactly.
-    """
-    packings: dict[Pooling, Decision] = {}
-    for pooling in find_poolings(program, activations):
-        places = Residual(
-            shape=pooling.places.shape,
-            dtype=pooling.places.dtype,
-            primitive=pooling.gradient.primitive,
-            reduced_from=0,
-            known=False,
-            sources=0,
-            steers=False,
-            copies=iterations,
-            names=names_of_place(pooling.gradient.place),
-            program=program.fingerprint,
-            number=pooling.value,
-            # A policy that saves all pooling operands leaves the search to JAX.
-            operations=_made_by(pooling.gradient),
-        )
-        decision = policy(places)
-        if isinstance(decision, Compress) and not is_inexact(decision):
-            packings[pooling] = decision
-    return packings
+
+def _recomputation(
+    program: Program, eqn: Equation, decisions: Container[int]
+) -> Equation:
+    """Returns the recipe of an equation's result, if what it reads is decided about."""
+    recipes = (program.recipes[v] for v in eqn.outputs if v in program.recipes)
+    for recipe in recipes:
+        if all(value in decisions for value in recipe.equation.input_values):
+            return recipe.equation
+    return eqn
 
 
 def _named_by(program: Program, value: int) -> tuple[Operation, ...]:
     """Returns the `checkpoint_name` operations of a value, rebuilt from its tags."""
     names = names_of_user(program.tags.get(value, ()))
     return tuple(naming(program.avals[value], name) for name in names)
-
-
-def _made_by(equation: Equation | None) -> tuple[Operation, ...]:
-    operation = None if equation is None else operation_of(equation)
-    return () if operation is None else (operation,)
-
-
-def is_inexact(decision: Decision) -> bool:
-    return isinstance(decision, Compress) and (
-        decision.codec is None or not decision.codec.is_exact
-    )
 
 
 def _only_pads(decision: Decision, residual: Residual) -> bool:

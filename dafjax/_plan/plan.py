@@ -62,11 +62,6 @@ class Kept:
         return self.codec.packed_nbytes(self.like)
 
 
-# At the peak there are some three values as large as the largest, so that this share of
-# one is some 4 % of the peak.
-_LEAST_SAVED = 1 / 8
-
-
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProgramPlan:
@@ -111,28 +106,6 @@ class ProgramPlan:
     def compresses(self) -> bool:
         """Whether any value is stored in codes."""
         return any(kept.codec is not None for kept in self.kept)
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether codes save much beside the largest product that the program makes.
-
-        Otherwise the barriers that keep residuals in codes can cost more than codes
-        save: they fix an order, and a value as large as the largest one may wait in it.
-        """
-        if any(kept.is_packed for kept in self.kept):
-            return True
-        program = self.program
-        saved = sum(kept.raw_nbytes - kept.stored_nbytes for kept in self.kept)
-        largest = max(
-            (
-                program.nbytes(value)
-                for eqn in (*program.forward, *program.backward)
-                if not eqn.rule.is_cheap
-                for value in eqn.outputs
-            ),
-            default=0,
-        )
-        return saved > _LEAST_SAVED * largest
 
     @property
     def whole_weights(self) -> frozenset[int]:

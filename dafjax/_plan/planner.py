@@ -1,5 +1,7 @@
 """Makes plans: asks a policy about each value, and chooses the bits of codes."""
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -8,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from dafjax._bits import Bits, Use
+from dafjax._passes.relu_masks import with_masks_of_results
 from dafjax._plan.channels import find_channels
-from dafjax._plan.decisions import decide, is_inexact, packings_of_places
+from dafjax._plan.decisions import applies, decide
 from dafjax._plan.extents import (
     extent_of_channels,
     extent_of_examples,
@@ -19,22 +22,14 @@ from dafjax._plan.extents import (
 from dafjax._plan.linearity import find_uses
 from dafjax._plan.normalized import Form, limit_in_codes, mixes, with_copies
 from dafjax._plan.one_sided import find_one_sided
-from dafjax._plan.phases import note_phases, without_phases
 from dafjax._plan.plan import Kept, ProgramPlan
-from dafjax._plan.pooling import note_places
-from dafjax._plan.rectifiers import (
-    find_rectifiers,
-    selection,
-    with_masks_of_results,
-)
-from dafjax._plan.shares import find_totals, total_of_codes
 from dafjax._plan.spare_bits import with_spare_bits
 from dafjax._trace.bodies import reads_packed
 from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.graph import live_equations
 from dafjax._trace.residuals import Program
 from dafjax._trace.tracing import names_of_place
-from dafjax.codecs import AbstractCodec, Affine, Bitmask
+from dafjax.codecs import AbstractCodec, Affine
 from dafjax.policies import (
     CODED_DTYPES,
     AbstractPolicy,
@@ -44,6 +39,7 @@ from dafjax.policies import (
     Recompute,
     Residual,
     Save,
+    is_inexact,
 )
 
 
@@ -79,36 +75,18 @@ def make_plan(
     """
     activations = frozenset(activations)
     fingerprint = program.fingerprint
-    packings = packings_of_places(program, policy, activations, iterations)
-    pooled = note_places(program, packings)
-    phased = note_phases(pooled.program)
-    program = phased.program
     names = _find_names(program)
     residuals = program.residuals()
-    rectifiers = find_rectifiers(program)
-    totals = find_totals(program)
     producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
     packed = {v for eqn in program.backward for v in reads_packed(eqn)}
+    read_by_recipes = (r.equation.input_values for r in program.recipes.values())
     decisions = decide(
         program,
-        (
-            *residuals,
-            *(r.mask for r in rectifiers.values()),
-            *(total.operand for total in totals.values()),
-            *phased.phases,
-            *pooled.rows,
-        ),
+        (*residuals, *itertools.chain.from_iterable(read_by_recipes)),
         policy,
-        fingerprint=fingerprint,
         names=names,
         activations=activations,
         packed=packed,
-        totals=totals,
-        decided={
-            **dict(zip(pooled.places, packings.values(), strict=True)),
-            **dict.fromkeys(pooled.rows, Compress(Bitmask())),
-        },
-        instead=phased.sines,
         iterations=iterations,
     )
     kept: set[int] = set()
@@ -124,20 +102,11 @@ def make_plan(
         if value < program.num_arguments:
             arguments.append(value)
             continue
-        equation = pooled.picks.get(value, producers[value])
-        rectifier = rectifiers.get(value)
-        if rectifier is not None and not isinstance(
-            decisions[rectifier.mask], Recompute
-        ):
-            equation = selection(program, rectifier)
-        sine = phased.sines.get(value)
-        if sine is not None:
-            (phase,) = sine.input_values
-            if not isinstance(decisions[phase], Recompute):
-                equation = sine
-        total = totals.get(value)
-        if total is not None and is_inexact(decisions[total.operand]):
-            equation = total_of_codes(program, total)
+        recipe = program.recipes.get(value)
+        if recipe is not None and applies(recipe, decisions):
+            equation = recipe.equation
+        else:
+            equation = producers[value]
         recomputed[value] = equation
         new = [v for v in equation.input_values if v not in seen]
         seen.update(new)
@@ -188,8 +157,12 @@ def make_plan(
     spread = {v for v, use in uses.items() if use <= Use.SMOOTH} - one_sided
     spread.update(copy for copy, value in stands_for.items() if value in spread)
     packed_masks = {v for v in kept if not isinstance(decisions[v], Save)}
-    program = without_phases(program, phased.phases, kept.union(copies))
-    program, masks = with_masks_of_results(program, rectifiers, packed_masks)
+    # Passes add values that a plan may not need, range-reduced arguments for example.
+    wanted = (*program.results, *residuals, *kept)
+    program = dataclasses.replace(
+        program, forward=live_equations(program.forward, wanted)
+    )
+    program, masks = with_masks_of_results(program, packed_masks)
     return ProgramPlan(
         program=program,
         fingerprint=fingerprint,

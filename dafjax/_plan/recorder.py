@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import itertools
 from collections.abc import Iterator
-from typing import final
+from typing import Any, final
 
 from dafjax._plan.plan import ProgramPlan
 
@@ -22,6 +22,8 @@ class PlanRecorder:
 
     def __init__(self) -> None:
         self.plans: dict[str, ProgramPlan] = {}
+        # The derivative rules of these functions, and of bodies inside them.
+        self.rules: list[Any] = []
 
     def name(self, plan: ProgramPlan) -> str:
         """Returns the name for one more forward pass of a plan."""

@@ -62,7 +62,7 @@ def order_products(
         while_second_runs = made(first) + restored(second) + made(second)
         return max(restored(first) + made(first), while_second_runs)
 
-    equations = list(program.backward)
+    equations = _delay_expansions(program)
     place = _next_product(equations, 0)
     while (behind := _next_product(equations, place + 1)) < len(equations):
         stretch = equations[place : behind + 1]
@@ -80,6 +80,46 @@ def order_products(
     order.delay_results()
     order.join_readers(coded)
     return tuple(order.equations)
+
+
+def _delay_expansions(program: Program) -> list[Equation]:
+    """Returns the backward pass with cheap expansions right before their first reader.
+
+    Such is an outer product, or a broadcast, and what is computed from it element by
+    element: it is larger than the cotangents that it follows from. Computed earlier, it
+    would be live across barriers in their place.
+    """
+    expanded = _expansions(program)
+    gradients = set(values_of(program.gradients))
+    ordered: list[Equation] = []
+    for eqn in reversed(program.backward):
+        place = len(ordered)
+        if expanded.issuperset(eqn.outputs) and gradients.isdisjoint(eqn.outputs):
+            readers = (
+                n
+                for n in range(len(ordered) - 1, -1, -1)
+                if not set(eqn.outputs).isdisjoint(ordered[n].input_values)
+            )
+            place = next(readers, place - 1) + 1
+        ordered.insert(place, eqn)
+    return ordered[::-1]
+
+
+def _expansions(program: Program) -> set[int]:
+    """Returns the cotangents that follow cheaply from smaller ones."""
+    cotangents = set(program.cotangents)
+    found: set[int] = set()
+    for eqn in program.backward:
+        read = cotangents.intersection(eqn.input_values)
+        nbytes_read = sum(map(program.nbytes, read))
+        nbytes_made = sum(map(program.nbytes, eqn.outputs))
+        follows = nbytes_made > nbytes_read or (
+            nbytes_made == nbytes_read and read <= found
+        )
+        if eqn.rule.is_cheap and not eqn.has_effect and follows:
+            found.update(eqn.outputs)
+        cotangents.update(eqn.outputs)
+    return found
 
 
 @final

@@ -58,6 +58,7 @@ import dataclasses
 import itertools
 from collections.abc import Container, Iterable, Sequence
 
+from dafjax._passes.finishing import finishing_equations
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.gradients import behind_last_reads
 from dafjax._schedule.parts import Parts
@@ -69,7 +70,6 @@ from dafjax._schedule.stretches import (
     with_lasting_parts,
 )
 from dafjax._trace.equation import Atom, Equation, values_of
-from dafjax._trace.finishing import finishing_equations
 from dafjax._trace.residuals import Program
 
 

@@ -7,10 +7,10 @@ from typing import Any, final
 import jax.numpy as jnp
 import numpy as np
 
+from dafjax._passes.finishing import finishing_equations
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.moments import Moments
 from dafjax._trace.equation import Constant, Equation
-from dafjax._trace.finishing import finishing_equations
 
 
 @final

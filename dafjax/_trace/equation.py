@@ -63,6 +63,8 @@ class Equation:
         name = self.jaxpr.eqns[0].primitive.name
         if name == "integer_pow" and self.params["y"] == 1:
             return "copy"
+        if name == "dot_general" and _num_terms(self.jaxpr.eqns[0]) == 1:
+            return "outer_product"
         return self.params["name"] if name in _CALLS else name
 
     @functools.cached_property
@@ -203,9 +205,7 @@ class Equation:
         """How many products a `dot_general` sums for one element; 0 for the others."""
         if self.primitive != "dot_general":
             return 0
-        (contracted, _), _ = self.params["dimension_numbers"]
-        aval: Any = self.jaxpr.eqns[0].invars[0].aval
-        return math.prod(aval.shape[axis] for axis in contracted)
+        return _num_terms(self.jaxpr.eqns[0])
 
     @property
     def num_products(self) -> int:
@@ -457,6 +457,13 @@ def with_constants(body: Any) -> ClosedJaxpr:
     if isinstance(body, ClosedJaxpr):
         return body
     return ClosedJaxpr(body, getattr(body, "consts", ()))
+
+
+def _num_terms(product: jex_core.JaxprEqn) -> int:
+    """Returns how many terms a `dot_general` sums for one element of the result."""
+    (contracted, _), _ = product.params["dimension_numbers"]
+    aval: Any = product.invars[0].aval
+    return math.prod(aval.shape[axis] for axis in contracted)
 
 
 def _is_fusible(jaxpr: jex_core.Jaxpr) -> bool:

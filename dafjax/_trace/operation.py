@@ -43,6 +43,12 @@ def operation_of(equation: Equation) -> Operation | None:
     return Operation(eqn.primitive, tuple(atom.aval for atom in eqn.invars), eqn.params)
 
 
+def operations_of(equation: Equation | None) -> tuple[Operation, ...]:
+    """Returns the operation of an equation, if there is one, as a tuple."""
+    operation = None if equation is None else operation_of(equation)
+    return () if operation is None else (operation,)
+
+
 def naming(aval: Any, name: str) -> Operation:
     """Returns the operation of `checkpoint_name` that names a value."""
     return Operation(name_p, (aval,), {"name": name})

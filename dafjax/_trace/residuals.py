@@ -1,7 +1,6 @@
 """A function's forward and backward programs, with a joint numbering of values."""
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
@@ -10,15 +9,28 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from dafjax._trace.bounded_exp import name_bounded
 from dafjax._trace.equation import Atom, Equation, renumber, values_of
-from dafjax._trace.factored_sums import factor_sums
 from dafjax._trace.graph import flatten, is_array, live_equations
-from dafjax._trace.tanh_slope import name_slopes
 from dafjax._trace.tracing import ClosedJaxpr, as_function, nbytes_of
 
 
 _SMALL_NBYTES = 16 * 1024
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recipe:
+    """A better way to recompute a value, for a plan that stores another value.
+
+    Attributes:
+        equation: It recomputes the value.
+        needs: The value of `equation.inputs` that the plan must store: a mask, say.
+        needs_codes: Whether it must be stored in inexact codes.
+    """
+
+    equation: Equation
+    needs: int
+    needs_codes: bool = False
 
 
 @final
@@ -42,6 +54,9 @@ class Program:
         perturbed: For every argument, whether it is differentiated.
         differentiable: For every result, whether it has a cotangent.
         tags: The names that the user gave to values of `forward`.
+        fingerprint: A hash of the program before any pass, in sixteen digits.
+        recipes: Better ways to recompute some values, by value.
+        decided: What a pass has decided about values that it added, by value.
     """
 
     avals: tuple[jax.core.ShapedArray, ...]
@@ -54,14 +69,35 @@ class Program:
     perturbed: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     tags: Mapping[int, tuple[str, ...]]
+    fingerprint: str = ""
+    recipes: Mapping[int, Recipe] = dataclasses.field(default_factory=dict)
+    decided: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """A hash of this program, in sixteen digits."""
-        return _digest(
-            self.avals,
-            (*self.forward, *self.backward),
-            f"{self.perturbed} {values_of(self.results)} {self.tags}",
+    def with_backward(
+        self, equations: Sequence[Equation], avals: Sequence[jax.core.ShapedArray]
+    ) -> "Program":
+        """Returns the program with other equations in its backward pass.
+
+        Equations whose results nothing reads are dropped, and those that depend on no
+        cotangent become part of `forward`.
+
+        Args:
+            equations: They compute `gradients`.
+            avals: Shape and dtype of every value, new ones included.
+        """
+        forward, backward = list(self.forward), []
+        depends = set(self.cotangents)
+        for eqn in live_equations(equations, self.gradients):
+            if depends.isdisjoint(eqn.input_values):
+                forward.append(eqn)
+            else:
+                backward.append(eqn)
+                depends.update(eqn.outputs)
+        return dataclasses.replace(
+            self,
+            avals=tuple(avals),
+            forward=tuple(forward),
+            backward=tuple(backward),
         )
 
     def nbytes(self, value: int) -> int:
@@ -131,8 +167,7 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
 
     first, second = flatten(traced), flatten(transposed)
     avals = list(first.avals)
-    forward = list(first.equations)
-    backward = []
+    forward = first.equations
     # Numbers of the values of the second program in the joint numbering.
     residuals = first.outputs[num_results:]
     numbers: dict[int, Atom] = dict(enumerate(residuals))
@@ -143,44 +178,41 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
         avals.append(second.avals[value])
 
     made = _Made(forward)
-    depends = set(cotangents)
-    equations, types = factor_sums(second)
-    for eqn in live_equations(equations, second.outputs):
+    equations: list[Equation] = []
+    for eqn in live_equations(second.equations, second.outputs):
         inputs = renumber(eqn.inputs, numbers)
-        # A `jax.checkpoint` inside recomputes values that `forward` has already made.
-        there = made.find(dataclasses.replace(eqn, inputs=inputs))
-        if there is not None:
-            numbers.update(zip(eqn.outputs, there, strict=True))
+        # An inner `jax.checkpoint` would recompute some values that exist already.
+        existing = made.find(dataclasses.replace(eqn, inputs=inputs))
+        if existing is not None:
+            numbers.update(zip(eqn.outputs, existing, strict=True))
             continue
         outputs = []
         for value in eqn.outputs:
             numbers[value] = len(avals)
             outputs.append(len(avals))
-            avals.append(types[value])
-        joint = Equation(jaxpr=eqn.jaxpr, inputs=inputs, outputs=tuple(outputs))
-        if depends.isdisjoint(joint.input_values):
-            forward.append(joint)
-        else:
-            backward.append(joint)
-            depends.update(outputs)
-
-    results = first.outputs[:num_results]
-    gradients = renumber(second.outputs, numbers)
-    of_forward, of_backward = name_slopes(
-        forward, backward, (*results, *gradients), avals
-    )
-    return Program(
-        avals=tuple(avals),
+            avals.append(second.avals[value])
+        equations.append(
+            Equation(jaxpr=eqn.jaxpr, inputs=inputs, outputs=tuple(outputs))
+        )
+    program = Program(
+        avals=(),
         num_arguments=first.num_inputs,
-        forward=name_bounded(of_forward, avals),
-        results=results,
+        forward=first.equations,
+        results=first.outputs[:num_results],
         cotangents=tuple(cotangents),
-        backward=of_backward,
-        gradients=gradients,
+        backward=(),
+        gradients=renumber(second.outputs, numbers),
         perturbed=tuple(perturbed),
         differentiable=differentiable,
         tags=first.tags,
     )
+    program = program.with_backward(equations, avals)
+    fingerprint = _digest(
+        program.avals,
+        (*program.forward, *program.backward),
+        f"{program.perturbed} {values_of(program.results)} {program.tags}",
+    )
+    return dataclasses.replace(program, fingerprint=fingerprint)
 
 
 class _Made:

@@ -514,6 +514,8 @@ OPS: Mapping[str, OpRule] = {
         sums_rows=_sums_products,
     ),
     "ragged_dot_general": OpRule(_PRODUCT, Error.SMOOTH, _ALL, combines=_MULTIPLY),
+    # A `dot_general` that sums nothing: XLA multiplies elements in a fused kernel.
+    "outer_product": OpRule(_CHEAP, Error.SMOOTH, _ALL, combines=_MULTIPLY),
     # Keys, small arrays that say which numbers are drawn, and drawing.
     "random_clone": _INTEGERS,
     "random_fold_in": _INTEGERS,
@@ -532,14 +534,14 @@ OPS: Mapping[str, OpRule] = {
     "select_and_scatter_add": OpRule(error=Error.SEARCHES),
     "sort": OpRule(error=Error.SEARCHES),
     "scatter-add": OpRule(elements=_JOINED),
-    # Calls that dafjax makes; the modules in brackets of `dafjax/_plan` define them.
-    "bounded_exp": _row(_CONTINUOUS, ends=Ends.YES),  # _trace/bounded_exp
-    "normalized": _row(_CONTINUOUS, linear_in=_FIRST),  # normalized
-    "one_minus_square": _SMOOTH,  # _trace/tanh_slope
-    "phase": _row(_JUMPS, elements=_EACH | _PLACED),  # phases
-    "pick_places": OpRule(linear_in=_REST),  # pooling
-    "scaled_back": _row(_CONTINUOUS, linear_in=_FIRST),  # normalized
-    "select_rectified": _row(_SMOOTH, linear_in=_REST, ends=Ends.YES),  # rectifiers
+    # Calls that dafjax's passes make.
+    "bounded_exp": _row(_CONTINUOUS, ends=Ends.YES),
+    "normalized": _row(_CONTINUOUS, linear_in=_FIRST),
+    "one_minus_square": _SMOOTH,
+    "phase": _row(_JUMPS, elements=_EACH | _PLACED),
+    "pick_places": OpRule(linear_in=_REST),
+    "scaled_back": _row(_CONTINUOUS, linear_in=_FIRST),
+    "select_rectified": _row(_SMOOTH, linear_in=_REST, ends=Ends.YES),
 }
 
 # Primitives that need no row: they are expensive, or stand for whole programs, or have

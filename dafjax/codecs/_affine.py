@@ -31,6 +31,7 @@ from dafjax.codecs._rows import (
     is_divided_by_type,
     rows_of,
     rows_of_groups,
+    splits,
     to_rows,
 )
 
@@ -221,13 +222,7 @@ class Affine(AbstractCodec):
         return len(rows) > 1 and rows[0] == like.shape[0]
 
     def packs_parts(self, like: Like, count: int) -> bool:
-        if not like.shape or like.shape[0] % count:
-            return False
-        there = like.shape[0] // count
-        whole = self.rows_and_columns(like.shape)
-        part = self.rows_and_columns((there, *like.shape[1:]))
-        are_rows = len(whole[0]) == len(part[0]) == 2
-        return are_rows and (whole[0][1], whole[1]) == (part[0][1], part[1])
+        return splits(self.rows_and_columns, tuple(like.shape), count)
 
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)

@@ -16,7 +16,7 @@ from dafjax._native import (
 from dafjax._native._layout import num_words
 from dafjax._typing import Array, Like
 from dafjax.codecs._abstract import AbstractCodec
-from dafjax.codecs._rows import from_rows, is_divided_by_type, rows_of, to_rows
+from dafjax.codecs._rows import from_rows, is_divided_by_type, rows_of, splits, to_rows
 
 
 @final
@@ -75,6 +75,9 @@ class Bitmask(AbstractCodec):
     def packs_rows(self, like: Like) -> bool:
         rows = rows_of(like.shape)
         return len(rows) > 1 and rows[0] == like.shape[0]
+
+    def packs_parts(self, like: Like, count: int) -> bool:
+        return splits(lambda shape: (rows_of(shape), 0), tuple(like.shape), count)
 
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)

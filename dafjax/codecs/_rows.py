@@ -1,7 +1,7 @@
 """Reshapes an array to the rows in which it is packed, and back."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,26 @@ def rows_of_groups(shape: Sequence[int], block_size: int) -> tuple[int, ...]:
     if 0 < together < count and count % together == 0:
         return count // together, length
     return (math.prod(shape),)
+
+
+def splits(
+    layout: Callable[[tuple[int, ...]], tuple[tuple[int, ...], int]],
+    shape: tuple[int, ...],
+    count: int,
+) -> bool:
+    """Returns whether rows of an array, and rows of each of its chunks, are the same.
+
+    Args:
+        layout: Given a shape, the shape as rows, and the columns of a row.
+        shape: The shape of the array.
+        count: Number of equal chunks of its first dimension.
+    """
+    if not shape or shape[0] % count:
+        return False
+    rows, columns = layout(shape)
+    rows_of_chunk, columns_of_chunk = layout((shape[0] // count, *shape[1:]))
+    are_many = len(rows) == len(rows_of_chunk) == 2
+    return are_many and (rows[1], columns) == (rows_of_chunk[1], columns_of_chunk)
 
 
 def to_rows(x: Array, rows: tuple[int, ...]) -> Array:

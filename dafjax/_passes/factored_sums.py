@@ -22,20 +22,18 @@ from dafjax._trace.equation import (
     renumber,
     values_of,
 )
-from dafjax._trace.graph import Graph, flatten
+from dafjax._trace.graph import flatten
+from dafjax._trace.residuals import Program
 
 
-def factor_sums(graph: Graph) -> tuple[list[Equation], list[jax.core.ShapedArray]]:
-    """Returns the equations of a graph, with such sums as products, and all types.
-
-    Afterwards, terms of the replaced sums may have no reader, and values are not
-    numbered in order.
-    """
-    avals = list(graph.avals)
-    makers = {value: eqn for eqn in graph.equations for value in eqn.outputs}
+def factor_sums(program: Program) -> Program:
+    """Returns the program with such sums of its backward pass as products."""
+    avals = list(program.avals)
+    made = (*program.forward, *program.backward)
+    makers = {value: eqn for eqn in made for value in eqn.outputs}
     totals: dict[_Summed, int] = {}
     equations: list[Equation] = []
-    for eqn in graph.equations:
+    for eqn in program.backward:
         summed = _summed(eqn, avals)
         if summed is None:
             equations.append(eqn)
@@ -46,7 +44,7 @@ def factor_sums(graph: Graph) -> tuple[list[Equation], list[jax.core.ShapedArray
             equations.append(eqn)
         else:
             equations += _product(eqn, *factored, avals)
-    return equations, avals
+    return program.with_backward(equations, avals)
 
 
 @final

@@ -7,31 +7,20 @@ independent, it does not cancel. `c (1 - y^2)`, as in later versions, is a singl
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import jax
-import jax.core
 import numpy as np
 
 from dafjax._trace.equation import Atom, Constant, Equation, call_equation, values_of
+from dafjax._trace.residuals import Program
 
 
-def name_slopes(
-    forward: Sequence[Equation],
-    backward: Sequence[Equation],
-    used: Iterable[Atom],
-    avals: Sequence[jax.core.ShapedArray],
-) -> tuple[tuple[Equation, ...], tuple[Equation, ...]]:
-    """Returns the equations, with such derivatives as one operation of `forward`.
-
-    Args:
-        forward: The equations that do not depend on a cotangent.
-        backward: The equations that depend on a cotangent.
-        used: The values and constants that are also read elsewhere.
-        avals: Shape and dtype of every value.
-    """
+def name_slopes(program: Program) -> Program:
+    """Returns the program with such derivatives as one operation of `forward`."""
+    forward, backward = program.forward, program.backward
     makers = {value: eqn for eqn in (*forward, *backward) for value in eqn.outputs}
-    reads = collections.Counter(values_of(used))
+    reads = collections.Counter(values_of((*program.results, *program.gradients)))
     for eqn in (*forward, *backward):
         reads.update(values_of(eqn.operand_atoms))
     slopes: dict[Equation, Equation | None] = {}
@@ -41,11 +30,15 @@ def name_slopes(
             continue
         first, second, complement, y = found
         slopes[complement] = call_equation(
-            one_minus_square, [avals[y]], (y,), complement.outputs, eqn
+            one_minus_square, [program.avals[y]], (y,), complement.outputs, eqn
         )
         slopes[first] = slopes[second] = None
         slopes[eqn] = dataclasses.replace(first, outputs=eqn.outputs)
-    return _replaced(forward, slopes), _replaced(backward, slopes)
+    return dataclasses.replace(
+        program,
+        forward=_replaced(forward, slopes),
+        backward=_replaced(backward, slopes),
+    )
 
 
 def one_minus_square(x: jax.Array) -> jax.Array:

@@ -9,29 +9,18 @@ and 0.00 with the second.)
 """
 
 import dataclasses
-from collections.abc import Container, Mapping
-from typing import final
+from collections.abc import Container
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dafjax._trace.equation import Atom, Constant, Equation, call_equation
-from dafjax._trace.residuals import Program
+from dafjax._trace.residuals import Program, Recipe
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Rectifier:
-    """An equation `max(x, 0)`, with the values of `x` and of the mask `x > 0`."""
-
-    equation: Equation
-    operand: int
-    mask: int
-
-
-def find_rectifiers(program: Program) -> dict[int, Rectifier]:
-    """Returns every `max(x, 0)` with a mask, by the number of its result."""
+def note_relu_masks(program: Program) -> Program:
+    """Returns the program with a recipe for each `max(x, 0)` whose mask it computes."""
     zeros = _find_zeros(program)
     masks = {
         x: eqn.outputs[0]
@@ -42,12 +31,17 @@ def find_rectifiers(program: Program) -> dict[int, Rectifier]:
         )
         if x is not None
     }
-    return {
-        eqn.outputs[0]: Rectifier(eqn, x, masks[x])
-        for eqn in program.forward
-        if (x := _other_than_zero(eqn, "max", zeros, places=(0, 1))) in masks
-        and x is not None
-    }
+    recipes = dict(program.recipes)
+    for eqn in program.forward:
+        x = _other_than_zero(eqn, "max", zeros, places=(0, 1))
+        if x is not None and x in masks:
+            inputs = masks[x], x
+            operands = [program.avals[value] for value in inputs]
+            selection = call_equation(
+                select_rectified, operands, inputs, eqn.outputs, eqn
+            )
+            recipes[eqn.outputs[0]] = Recipe(selection, needs=masks[x])
+    return dataclasses.replace(program, recipes=recipes)
 
 
 def select_rectified(mask: jax.Array, x: jax.Array) -> jax.Array:
@@ -65,47 +59,35 @@ def select_rectified(mask: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.clamp(least, x, greatest)
 
 
-def selection(program: Program, rectifier: Rectifier) -> Equation:
-    """Returns an equation that computes `max(x, 0)` from its mask `x > 0`."""
-    inputs = rectifier.mask, rectifier.operand
-    return call_equation(
-        select_rectified,
-        [program.avals[value] for value in inputs],
-        inputs,
-        rectifier.equation.outputs,
-        rectifier.equation,
-    )
-
-
 def with_masks_of_results(
-    program: Program, rectifiers: Mapping[int, Rectifier], kept: Container[int]
+    program: Program, kept: Container[int]
 ) -> tuple[Program, dict[int, int]]:
     """Returns the program with masks `max(x, 0) > 0` in place of `x > 0`.
 
-    So only the result has to stay live until the mask is computed, and it stays live
-    for the next layer anyway.
+    Then only the result is live until the mask is computed, and the next layer needs
+    the result anyway.
 
     Args:
         program: The program.
-        rectifiers: The ReLUs of the program.
         kept: The masks that are stored. Others stay as they are.
 
     Returns:
-        The program, and for each changed mask the result that it is computed from.
+        The program, and for each of these masks the result that it is computed from.
     """
+    results: dict[int, tuple[int, int]] = {}
+    for result, recipe in program.recipes.items():
+        if recipe.equation.primitive == "select_rectified" and recipe.needs in kept:
+            mask, x = recipe.equation.input_values
+            results[mask] = result, x
     made: set[int] = set()
     of_results: dict[int, int] = {}
     forward = list(program.forward)
-    results = {r.mask: result for result, r in rectifiers.items() if r.mask in kept}
     for place, eqn in enumerate(forward):
         made.update(eqn.outputs)
-        mask = eqn.outputs[0] if eqn.outputs else None
-        if mask in results and results[mask] in made:
-            result = results[mask]
-            inputs = tuple(
-                result if atom == rectifiers[result].operand else atom
-                for atom in eqn.inputs
-            )
+        mask = eqn.outputs[0] if eqn.outputs else -1
+        result, x = results.get(mask, (-1, -1))
+        if result in made:
+            inputs = tuple(result if atom == x else atom for atom in eqn.inputs)
             forward[place] = dataclasses.replace(eqn, inputs=inputs)
             of_results[mask] = result
     return dataclasses.replace(program, forward=tuple(forward)), of_results

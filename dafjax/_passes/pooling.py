@@ -7,7 +7,7 @@ window, as exact bits: 2 bits for a window of 2 x 2, 4 bits for 3 x 3.
 
 The operand is then often recomputed from codes, and the layer above needs the pooled
 values. The maximum of values with rounding noise is too large. The element at the
-stored index has no bias, as in `rectifiers.py`.
+stored index has no bias, as in `relu_masks.py`.
 
 Equal elements, padding and NaN are treated as in JAX. The first of equal elements wins,
 in row-major order. Padding counts as -infinity; it wins if it comes first and nothing
@@ -27,9 +27,7 @@ import math
 from collections.abc import (
     Callable,
     Container,
-    Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from typing import final
@@ -40,7 +38,11 @@ from jax import lax
 from jax.core import ShapedArray
 
 from dafjax._trace.equation import Constant, Equation, call_equation
-from dafjax._trace.residuals import Program
+from dafjax._trace.operation import operations_of
+from dafjax._trace.residuals import Program, Recipe
+from dafjax._trace.tracing import names_of_place
+from dafjax.codecs import Bitmask
+from dafjax.policies import AbstractPolicy, Compress, Residual, is_inexact
 
 
 # The program has a line for each place in a window, so larger windows would make it too
@@ -219,26 +221,30 @@ def find_poolings(program: Program, activations: Container[int]) -> tuple[Poolin
     return tuple(found)
 
 
-@final
-@dataclasses.dataclass(frozen=True, eq=False)
-class Rewritten:
-    """A program whose poolings store argmax indices.
+def note_places(
+    program: Program,
+    policy: AbstractPolicy,
+    activations: Container[int],
+    iterations: int,
+) -> Program:
+    """Rewrites poolings to store argmax indices, and gradients to scatter to them.
 
-    Attributes:
-        program: The program.
-        places: The values that are argmax indices, as bits.
-        rows: The values that say which rows have pooled values that are not finite.
-        picks: For each pooled value, the equation that recomputes it.
+    The policy is asked first: only the poolings whose argmax indices it compresses
+    exactly are rewritten.
+
+    Args:
+        program: The function and its transpose.
+        policy: The policy.
+        activations: Its arguments that nothing keeps alive for the backward pass.
+        iterations: How often the program runs before its backward pass does.
     """
-
-    program: Program
-    places: tuple[int, ...]
-    rows: tuple[int, ...]
-    picks: Mapping[int, Equation]
-
-
-def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
-    """Rewrites poolings to store argmax indices, and gradients to scatter to them."""
+    decided = dict(program.decided)
+    poolings = []
+    for pooling in find_poolings(program, activations):
+        decision = policy(_describe(program, pooling, iterations))
+        if isinstance(decision, Compress) and not is_inexact(decision):
+            poolings.append(pooling)
+            decided[pooling.value] = decision
     avals = list(program.avals)
     forward, backward = list(program.forward), list(program.backward)
 
@@ -251,7 +257,6 @@ def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
         operands = [avals[value] for value in inputs]
         return call_equation(function, operands, inputs, (output,), in_place_of)
 
-    places: list[int] = []
     poolings_of: list[tuple[Pooling, Equation]] = []
     for pooling in poolings:
         operand, windows, gradient = pooling.operand, pooling.windows, pooling.gradient
@@ -259,7 +264,6 @@ def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
         # The numbers skipped here belong to poolings that stay as they are.
         missing = 1 + bits - len(avals)
         avals.extend([ShapedArray(pooling.places.shape, jnp.bool_)] * missing)
-        places.append(bits)
         pooled = [eqn for eqn in forward if _pools(program, eqn, operand, windows)]
         poolings_of.extend((pooling, eqn) for eqn in pooled)
         found = call(
@@ -273,27 +277,44 @@ def note_places(program: Program, poolings: Iterable[Pooling]) -> Rewritten:
             gradient.outputs[0],
             gradient,
         )
-    rows: list[int] = []
-    picks: dict[int, Equation] = {}
+    recipes = dict(program.recipes)
     for pooling, eqn in poolings_of:
         (value,) = eqn.outputs
-        rows.append(len(avals))
+        rows = len(avals)
         avals.append(ShapedArray(avals[value].shape[:-1], jnp.bool_))
+        decided[rows] = Compress(Bitmask())
         windows = pooling.windows
-        found = call(windows.find_rows, (value,), rows[-1], eqn)
+        found = call(windows.find_rows, (value,), rows, eqn)
         forward.insert(forward.index(eqn) + 1, found)
-        inputs = (pooling.value, rows[-1], pooling.operand)
-        picks[value] = call(windows.pick_places, inputs, value, eqn)
-    return Rewritten(
-        program=dataclasses.replace(
-            program,
-            avals=tuple(avals),
-            forward=tuple(forward),
-            backward=tuple(backward),
-        ),
-        places=tuple(places),
-        rows=tuple(rows),
-        picks=picks,
+        inputs = (pooling.value, rows, pooling.operand)
+        pick = call(windows.pick_places, inputs, value, eqn)
+        recipes[value] = Recipe(pick, needs=pooling.value)
+    return dataclasses.replace(
+        program,
+        avals=tuple(avals),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        recipes=recipes,
+        decided=decided,
+    )
+
+
+def _describe(program: Program, pooling: Pooling, iterations: int) -> Residual:
+    """Returns the argmax indices of a pooling as policies see them."""
+    return Residual(
+        shape=pooling.places.shape,
+        dtype=pooling.places.dtype,
+        primitive=pooling.gradient.primitive,
+        reduced_from=0,
+        known=False,
+        sources=0,
+        steers=False,
+        copies=iterations,
+        names=names_of_place(pooling.gradient.place),
+        program=program.fingerprint,
+        number=pooling.value,
+        # A policy that saves all pooled values leaves the search to JAX.
+        operations=operations_of(pooling.gradient),
     )
 
 

@@ -11,15 +11,14 @@ argument are both recomputed from the same phase.
 
 import dataclasses
 import math
-from collections.abc import Container, Mapping, Sequence
-from typing import final
+from collections.abc import Sequence
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
 from dafjax._trace.equation import Equation, call_equation
-from dafjax._trace.residuals import Program
+from dafjax._trace.residuals import Program, Recipe
 
 
 # A period as the sum of two terms. The first has eight binary digits, so its multiples
@@ -30,25 +29,8 @@ _REST_OF_PERIOD = 2 * math.pi - _PERIOD
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@final
-@dataclasses.dataclass(frozen=True, eq=False)
-class WithPhases:
-    """A program that computes the phases of the arguments of sines and cosines.
-
-    Attributes:
-        program: The program.
-        phases: The values that are phases.
-        sines: The equation that computes each sine or cosine from a phase, by the
-            number of its result.
-    """
-
-    program: Program
-    phases: frozenset[int]
-    sines: Mapping[int, Equation]
-
-
-def note_phases(program: Program) -> WithPhases:
-    """Adds the computation of phases to the forward pass.
+def note_phases(program: Program) -> Program:
+    """Adds the computation of phases to the forward pass, and recipes for sines.
 
     A phase has the names of its argument, which it replaces in storage.
     """
@@ -56,7 +38,7 @@ def note_phases(program: Program) -> WithPhases:
     forward: list[Equation] = []
     producers: dict[int, Equation] = {}
     phases: dict[int, int] = {}
-    sines: dict[int, Equation] = {}
+    recipes = dict(program.recipes)
     for eqn in program.forward:
         operand = _argument_of_sine(eqn, avals)
         if operand is not None:
@@ -73,29 +55,17 @@ def note_phases(program: Program) -> WithPhases:
                 )
                 tags[len(avals)] = tags.get(operand, ())
                 avals.append(avals[operand])
-            inputs = (phases[operand],)
-            sines[eqn.outputs[0]] = dataclasses.replace(eqn, inputs=inputs)
+            sine = dataclasses.replace(eqn, inputs=(phases[operand],))
+            recipes[eqn.outputs[0]] = Recipe(sine, needs=phases[operand])
         forward.append(eqn)
         producers.update(dict.fromkeys(eqn.outputs, eqn))
-    return WithPhases(
-        program=dataclasses.replace(
-            program, avals=tuple(avals), forward=tuple(forward), tags=tags
-        ),
-        phases=frozenset(phases.values()),
-        sines=sines,
+    return dataclasses.replace(
+        program,
+        avals=tuple(avals),
+        forward=tuple(forward),
+        tags=tags,
+        recipes=recipes,
     )
-
-
-def without_phases(
-    program: Program, phases: Container[int], kept: Container[int]
-) -> Program:
-    """Returns the program without the phases that are not stored."""
-    forward = tuple(
-        eqn
-        for eqn in program.forward
-        if not any(v in phases and v not in kept for v in eqn.outputs)
-    )
-    return dataclasses.replace(program, forward=forward)
 
 
 def phase(x: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ so of a GELU, is at most 1, whatever the error of the squared value, and its err
 less than 1.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -13,19 +14,14 @@ import jax.core
 import jax.numpy as jnp
 
 from dafjax._trace.equation import Equation, call_equation
+from dafjax._trace.residuals import Program
 
 
-def name_bounded(
-    equations: Sequence[Equation], avals: Sequence[jax.core.ShapedArray]
-) -> tuple[Equation, ...]:
-    """Replaces exponentials of negated squares by calls of `bounded_exp`.
-
-    Args:
-        equations: The equations.
-        avals: Shape and dtype of every value.
-    """
+def name_bounded(program: Program) -> Program:
+    """Returns the program with exponentials of negated squares named `bounded_exp`."""
+    avals = program.avals
     producers: dict[int | None, Equation] = {
-        value: eqn for eqn in equations for value in eqn.outputs
+        value: eqn for eqn in program.forward for value in eqn.outputs
     }
 
     def operand_of(eqn: Equation | None, primitive: str) -> Equation | None:
@@ -44,7 +40,10 @@ def name_bounded(
             and jnp.issubdtype(avals[made.outputs[0]].dtype, jnp.floating)
         )
 
-    return tuple(_bounded(eqn, avals) if is_bounded(eqn) else eqn for eqn in equations)
+    forward = tuple(
+        _bounded(eqn, avals) if is_bounded(eqn) else eqn for eqn in program.forward
+    )
+    return dataclasses.replace(program, forward=forward)
 
 
 def bounded_exp(x: jax.Array) -> jax.Array:

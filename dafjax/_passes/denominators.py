@@ -11,7 +11,6 @@ stored.
 
 import dataclasses
 from collections.abc import Container, Iterable
-from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -19,43 +18,35 @@ import numpy as np
 
 from dafjax._trace.equation import Constant, Equation, call_equation
 from dafjax._trace.graph import live_equations
-from dafjax._trace.residuals import Program
+from dafjax._trace.residuals import Program, Recipe
 
 
 # A sum of this many terms has hardly any noise of a single one.
 _MANY = 16
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Total:
-    """A softmax denominator: an equation `sum(e)` that exponentials `e` are divided by.
+def note_denominators(program: Program) -> Program:
+    """Returns the program with a recipe for each softmax denominator.
 
-    Attributes:
-        equation: The equation.
-        operand: The value `e`.
+    Such is a sum of many exponentials that the backward pass only divides by.
     """
-
-    equation: Equation
-    operand: int
-
-
-def find_totals(program: Program) -> dict[int, Total]:
-    """Returns every sum of many exponentials that the backward pass only divides by."""
     exponentials = {
         value for e in program.forward if e.primitive == "exp" for value in e.outputs
     }
-    found = {
-        eqn.outputs[0]: Total(eqn, operand)
-        for eqn in program.forward
-        if eqn.primitive == "reduce_sum"
-        for operand in eqn.input_values
-        if operand in exponentials
-        and program.avals[operand].size >= _MANY * program.avals[eqn.outputs[0]].size
-    }
     residuals = program.residuals()
     equations = (*live_equations(program.forward, residuals), *program.backward)
-    return {v: total for v, total in found.items() if _only_divides(v, equations)}
+    recipes = dict(program.recipes)
+    for eqn in program.forward:
+        if eqn.primitive != "reduce_sum" or not exponentials.issuperset(eqn.inputs):
+            continue
+        (operand,), (total,) = eqn.input_values, eqn.outputs
+        is_sum_of_many = (
+            program.avals[operand].size >= _MANY * program.avals[total].size
+        )
+        if is_sum_of_many and _only_divides(total, equations):
+            codes = _sum_of_codes(program, eqn)
+            recipes[total] = Recipe(codes, needs=operand, needs_codes=True)
+    return dataclasses.replace(program, recipes=recipes)
 
 
 def sum_of_shares(exponentials: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
@@ -64,20 +55,15 @@ def sum_of_shares(exponentials: jax.Array, *, axes: tuple[int, ...]) -> jax.Arra
     return jnp.where(total == 0, 1, total)
 
 
-def total_of_codes(program: Program, total: Total) -> Equation:
+def _sum_of_codes(program: Program, eqn: Equation) -> Equation:
     """Returns an equation that sums the dequantized exponentials."""
-    axes = tuple(total.equation.params["axes"])
+    axes = tuple(eqn.params["axes"])
 
     def sum_of_codes(exponentials: jax.Array) -> jax.Array:
         return sum_of_shares(exponentials, axes=axes)
 
-    return call_equation(
-        sum_of_codes,
-        [program.avals[total.operand]],
-        (total.operand,),
-        total.equation.outputs,
-        total.equation,
-    )
+    operands = [program.avals[value] for value in eqn.input_values]
+    return call_equation(sum_of_codes, operands, eqn.inputs, eqn.outputs, eqn)
 
 
 def _only_divides(value: int, equations: Iterable[Equation]) -> bool:

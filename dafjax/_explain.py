@@ -1,0 +1,203 @@
+"""`explain`: prints the program of a wrapped function at each stage, as text."""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import jax
+
+from dafjax._bits_in_force import AS_PLANNED, putting_in_force
+from dafjax._nbytes import readable
+from dafjax._passes.pipeline import PASSES
+from dafjax._plan.plan import Kept, ProgramPlan
+from dafjax._plan.recorder import record_plans
+from dafjax._rules import Stages
+from dafjax._schedule.steps import Step, Unpacking
+from dafjax._trace.equation import Atom, Constant, Equation
+from dafjax._trace.residuals import Program
+from dafjax._trace.tracing import trace
+
+
+Stage = Literal["program", "passes", "plan", "schedule"]
+
+
+def explain(
+    fun: Callable[..., Any], *args: Any, stage: Stage = "plan", **kwargs: Any
+) -> None:
+    """Prints what becomes of a wrapped function, as text to read.
+
+    It computes nothing. Every argument counts as differentiated; close over those that
+    are not. A value is printed as `%7 float32[8,64]`; after `#` come its place in the
+    model and the user's line.
+
+    Args:
+        fun: A function made by `remat_compress`, or one that calls such functions.
+        *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+        stage: What is printed. `"program"`: the forward and the backward pass as JAX
+            differentiates them. `"passes"`: the rewrites in order, and the lines that
+            each one changes. `"plan"`: which residuals are saved, in how many bits, and
+            what is recomputed. `"schedule"`: the order of the backward pass: where a
+            stage begins, what its barrier takes, and which chunks it runs in.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        ValueError: `stage` is none of these, or `fun` calls no function wrapped by
+            `remat_compress`.
+
+    Example:
+        >>> import dafjax, jax.numpy as jnp
+        >>> loss = dafjax.remat_compress(lambda w, x: jnp.sum(jnp.sin(x @ w) ** 2))
+        >>> w, x = jnp.ones((256, 256)), jnp.ones((512, 256))
+        >>> dafjax.explain(lambda w: loss(w, x), w)  # doctest: +ELLIPSIS
+        function 1
+        save %14 float32[512,256]: 4 bits, rows of 256, dithered, 67.0 KiB of ...
+        recompute %6 float32[512,256] = mul 2.0 %3 ...
+    """
+    if stage not in get_args(Stage):
+        raise ValueError(
+            f"`explain(stage=...)` must be one of {get_args(Stage)}, but got {stage!r}."
+        )
+
+    def differentiated(args: Any) -> Any:
+        _, pullback = jax.vjp(lambda args: fun(*args, **kwargs), args)
+        return pullback
+
+    leaves, structure = jax.tree.flatten(args)
+    with record_plans() as recorder, putting_in_force(AS_PLANNED):
+        trace(lambda *x: differentiated(jax.tree.unflatten(structure, x)), leaves)
+    rules = list(dict.fromkeys(recorder.rules))
+    if not rules:
+        raise ValueError(
+            f"`explain(fun)`: `{getattr(fun, '__name__', fun)!s}` calls no function "
+            "wrapped by `remat_compress` (or one with `bits=None`). Wrap it first: "
+            "`explain(remat_compress(fun), *args)`."
+        )
+    for number, rule in enumerate(rules, start=1):
+        stages: Stages | None = rule.stages
+        if stages is None:
+            print(f"function {number}: nothing to compress, it runs as JAX has it")
+            continue
+        runs = "" if stages.iterations == 1 else f", runs {stages.iterations} times"
+        print(f"function {number}{runs}")
+        print("\n".join(_LINES[stage](stages)))
+
+
+def _of_program(stages: Stages) -> Iterator[str]:
+    yield from program_lines(stages.traced)
+
+
+def _of_passes(stages: Stages) -> Iterator[str]:
+    program = stages.traced
+    for item in PASSES:
+        if item.name in stages.options.without_passes:
+            yield f"{item.name}: left out"
+            continue
+        before = list(program_lines(program))
+        program = item.run(program, stages.context)
+        changed = [
+            line
+            for line in difflib.unified_diff(
+                before, list(program_lines(program)), n=0, lineterm=""
+            )
+            if not line.startswith(("---", "+++", "@@"))
+        ]
+        yield f"{item.name}: {item.reason}"
+        yield from (f"  {line}" for line in changed or ["no change"])
+
+
+def _of_plan(stages: Stages) -> Iterator[str]:
+    plan = stages.plan
+    for item in plan.kept:
+        yield f"save {_saved(plan, item)}"
+    for value in plan.arguments:
+        yield f"read argument {_value(plan.program, value)}"
+    for eqn in dict.fromkeys(plan.recomputed[v] for v in sorted(plan.recomputed)):
+        yield f"recompute {_equation(plan.program, eqn)}"
+
+
+def _saved(plan: ProgramPlan, item: Kept) -> str:
+    how = "as it is" if item.codec is None else str(item.codec)
+    nbytes = readable(item.stored_nbytes)
+    if item.codec is not None:
+        nbytes += f" of {readable(item.raw_nbytes)}"
+    place = " ".join(filter(None, (item.name, item.primitive, item.source)))
+    return f"{_value(plan.program, item.value)}: {how}, {nbytes}  # {place}"
+
+
+def _of_schedule(stages: Stages) -> Iterator[str]:
+    program = stages.plan.program
+    for step in stages.steps:
+        if step.begins:
+            yield from _stage_lines(step)
+        for piece in step.restored:
+            if isinstance(piece, Unpacking):
+                yield f"  unpack {_value(program, piece.value)}"
+            else:
+                yield f"  recompute {_equation(program, piece)}"
+        if step.equation is not None:
+            yield f"  run {_equation(program, step.equation)}"
+    gradients = " ".join(map(_atom, program.gradients))
+    yield f"gradients {gradients}"
+
+
+def _stage_lines(step: Step) -> Iterator[str]:
+    division = step.division
+    chunks = ""
+    if division is not None and division.num_parts > 1:
+        how = "unrolled" if division.is_apart else "in a loop"
+        chunks = f", {division.num_parts} chunks of {division.num_rows} rows {how}"
+    through = [v for v in step.cotangents if v not in step.awaited]
+    groups: Mapping[str, tuple[int, ...]] = {
+        "passes": (*through, *step.given),
+        "waits for": step.awaited,
+        "late": step.settled,
+    }
+    barrier = "; ".join(
+        f"{name} {' '.join(f'%{v}' for v in values)}"
+        for name, values in groups.items()
+        if values
+    )
+    yield f"stage{chunks}: barrier {barrier}"
+
+
+_LINES: Mapping[str, Callable[[Stages], Iterator[str]]] = {
+    "program": _of_program,
+    "passes": _of_passes,
+    "plan": _of_plan,
+    "schedule": _of_schedule,
+}
+
+
+def program_lines(program: Program) -> Iterator[str]:
+    """Yields a program as text, a line for each equation."""
+    arguments = (_value(program, v) for v in range(program.num_arguments))
+    yield f"arguments {', '.join(arguments)}"
+    yield "forward"
+    yield from (f"  {_equation(program, eqn)}" for eqn in program.forward)
+    yield f"  results {' '.join(map(_atom, program.results))}"
+    cotangents = (_value(program, v) for v in program.cotangents)
+    yield f"backward of {', '.join(cotangents)}"
+    yield from (f"  {_equation(program, eqn)}" for eqn in program.backward)
+    yield f"  gradients {' '.join(map(_atom, program.gradients))}"
+    for recipe in program.recipes.values():
+        where = "in codes" if recipe.needs_codes else "saved"
+        equation = _equation(program, recipe.equation)
+        yield f"recipe {equation}, if %{recipe.needs} is {where}"
+
+
+def _equation(program: Program, eqn: Equation) -> str:
+    results = ", ".join(_value(program, v) for v in eqn.outputs)
+    operands = " ".join(map(_atom, eqn.operand_atoms))
+    place = " ".join(filter(None, (eqn.place, eqn.source)))
+    return f"{results} = {eqn.primitive} {operands}  # {place}".rstrip(" #")
+
+
+def _value(program: Program, value: int) -> str:
+    return f"%{value} {program.avals[value].str_short()}"
+
+
+def _atom(atom: Atom) -> str:
+    if not isinstance(atom, Constant):
+        return f"%{atom}"
+    shape = getattr(atom.value, "shape", ())
+    return str(atom.value) if shape == () else f"constant{list(shape)}"

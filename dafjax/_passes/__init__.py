@@ -1,0 +1,1 @@
+"""Passes: rewrites of a program before anything is decided about residuals."""

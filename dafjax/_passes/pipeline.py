@@ -1,0 +1,118 @@
+"""The passes, in order: each turns a program into a better one for compression."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Container
+from typing import final
+
+from dafjax._passes.bounded_exp import name_bounded
+from dafjax._passes.denominators import note_denominators
+from dafjax._passes.factored_sums import factor_sums
+from dafjax._passes.finishing import finish_early
+from dafjax._passes.lookups import look_up_first
+from dafjax._passes.phases import note_phases
+from dafjax._passes.pooling import note_places
+from dafjax._passes.relu_masks import note_relu_masks
+from dafjax._passes.tanh_slope import name_slopes
+from dafjax._trace.residuals import Program
+from dafjax.policies import AbstractPolicy
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What passes know of a program beside its equations.
+
+    Attributes:
+        policy: The policy. (Some passes ask it before they change the program.)
+        activations: The arguments that nothing keeps alive for the backward pass.
+        iterations: How often the program runs before its backward pass does.
+    """
+
+    policy: AbstractPolicy
+    activations: Container[int] = ()
+    iterations: int = 1
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A rewrite of programs.
+
+    Attributes:
+        name: Its name, by which users switch it off.
+        reason: What it is good for.
+        run: The rewrite.
+    """
+
+    name: str
+    reason: str
+    run: Callable[[Program, Context], Program]
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass(
+        "factor_sums",
+        "A batch norm's backward pass reads its cotangent once, not twice.",
+        lambda program, _: factor_sums(program),
+    ),
+    Pass(
+        "tanh_slope",
+        "Two terms that cancel each other would double the noise behind a tanh.",
+        lambda program, _: name_slopes(program),
+    ),
+    Pass(
+        "bounded_exp",
+        "The exponential of a negated square does not amplify errors.",
+        lambda program, _: name_bounded(program),
+    ),
+    Pass(
+        "early_lookup",
+        "Looked-up rows are converted, not the whole table.",
+        lambda program, _: look_up_first(program),
+    ),
+    Pass(
+        "gradient_epilogue",
+        "A gradient is converted where it is computed, not after the layer.",
+        lambda program, _: finish_early(program),
+    ),
+    Pass(
+        "argmax_pooling",
+        "The gradient of max-pooling reads 2-bit indices, not the exact operand.",
+        lambda program, context: note_places(
+            program, context.policy, context.activations, context.iterations
+        ),
+    ),
+    Pass(
+        "sine_phase",
+        "A sine of many periods is recomputed from its argument's phase.",
+        lambda program, _: note_phases(program),
+    ),
+    Pass(
+        "softmax_denominator",
+        "Probabilities sum to 1 if their denominator is the sum of what codes decode.",
+        lambda program, _: note_denominators(program),
+    ),
+    Pass(
+        "relu_mask",
+        "A ReLU is recomputed from its exact mask, without bias.",
+        lambda program, _: note_relu_masks(program),
+    ),
+)
+
+NAMES = tuple(item.name for item in PASSES)
+
+
+def run_passes(
+    program: Program, context: Context, *, without: Collection[str] = ()
+) -> Program:
+    """Returns a program after all passes, in order.
+
+    Args:
+        program: The program, as it was traced.
+        context: What passes know beside.
+        without: Names of passes that are left out.
+    """
+    for item in PASSES:
+        if item.name not in without:
+            program = item.run(program, context)
+    return program
