@@ -62,7 +62,7 @@ def order_products(
         while_second_runs = made(first) + restored(second) + made(second)
         return max(restored(first) + made(first), while_second_runs)
 
-    equations = _delay_expansions(program)
+    equations = _delay_expansions(plan)
     place = _next_product(equations, 0)
     while (behind := _next_product(equations, place + 1)) < len(equations):
         stretch = equations[place : behind + 1]
@@ -82,14 +82,15 @@ def order_products(
     return tuple(order.equations)
 
 
-def _delay_expansions(program: Program) -> list[Equation]:
+def _delay_expansions(plan: ProgramPlan) -> list[Equation]:
     """Returns the backward pass with cheap expansions right before their first reader.
 
     Such is an outer product, or a broadcast, and what is computed from it element by
-    element: it is larger than the cotangents that it follows from. Computed earlier, it
-    would be live across barriers in their place.
+    element: it is larger than all that it follows from. Computed earlier, it would be
+    live across barriers in place of that.
     """
-    expanded = _expansions(program)
+    program = plan.program
+    expanded = _expansions(plan)
     gradients = set(values_of(program.gradients))
     ordered: list[Equation] = []
     for eqn in reversed(program.backward):
@@ -105,21 +106,23 @@ def _delay_expansions(program: Program) -> list[Equation]:
     return ordered[::-1]
 
 
-def _expansions(program: Program) -> set[int]:
-    """Returns the cotangents that follow cheaply from smaller ones."""
-    cotangents = set(program.cotangents)
-    found: set[int] = set()
-    for eqn in program.backward:
-        read = cotangents.intersection(eqn.input_values)
-        nbytes_read = sum(map(program.nbytes, read))
-        nbytes_made = sum(map(program.nbytes, eqn.outputs))
-        follows = nbytes_made > nbytes_read or (
-            nbytes_made == nbytes_read and read <= found
-        )
-        if eqn.rule.is_cheap and not eqn.has_effect and follows:
-            found.update(eqn.outputs)
-        cotangents.update(eqn.outputs)
-    return found
+def _expansions(plan: ProgramPlan) -> set[int]:
+    """Returns the values of the backward pass that follow cheaply from fewer bytes."""
+    program = plan.program
+    # Bytes that must be live for a value to be computed when it is read. Arguments are
+    # live anyway.
+    needed = dict.fromkeys(range(program.num_arguments), 0)
+    kept = {item.value: program.nbytes(item.value) for item in plan.kept}
+    needed.update((v, program.nbytes(v)) for v in program.cotangents)
+    needed.update(kept)
+    for eqn in (*program.forward, *program.backward):
+        nbytes = sum(needed[v] for v in eqn.input_values)
+        for value in eqn.outputs:
+            size = program.nbytes(value)
+            is_free = eqn.rule.is_cheap and not eqn.has_effect
+            needed[value] = kept.get(value, min(size, nbytes) if is_free else size)
+    made = (v for eqn in program.backward for v in eqn.outputs)
+    return {v for v in made if needed[v] < program.nbytes(v)}
 
 
 @final
