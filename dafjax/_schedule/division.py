@@ -71,6 +71,13 @@ def divide(
     sums = [v for loop in loops for eqn in loop.sums for v in eqn.outputs]
     if is_divided and 2 * _nbytes(program, sums) > _nbytes(program, {*large, *there}):
         return None
+    # A loop copies the chunk of what a product reads; elementwise kernels slice it.
+    sources = {v for loop in loops for v in loop.sources}
+    copied = sources.intersection(v for eqn in products for v in eqn.input_values)
+    unpacked = _nbytes(program, large)
+    in_chunk = (unpacked + _nbytes(program, copied)) / rows.num_parts
+    if is_divided and not parts.are_apart and in_chunk > unpacked:
+        return None
     return Division(num_rows, rows, loops, rest, parts.are_apart)
 
 

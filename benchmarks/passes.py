@@ -1,0 +1,240 @@
+"""What each pass is worth: bytes, noise and time of six workloads without it.
+
+A pass that changes nothing anywhere should go. The table of `docs/passes.md` is made of
+the result.
+
+Examples:
+    python -m benchmarks.passes
+    python -m benchmarks.passes --workloads resnet18 --rounds 0
+"""
+
+import dataclasses
+import functools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import dafjax
+from benchmarks.environment import RESULTS, describe_environment, write_result
+from benchmarks.small_networks import Sizes, make_network
+from benchmarks.tables import make_console, make_table
+from benchmarks.transformers import Shape
+from benchmarks.zoo import NETWORKS, Network
+from dafjax._assess import array_noise
+from dafjax._passes.pipeline import PASSES
+
+
+Record = dict[str, Any]
+_PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "passes.md"
+
+
+def _resnet18() -> Network:
+    network = make_network("resnet18", Sizes())
+    params, state = network.init(0)
+    batch = network.batch(np.random.default_rng(0))
+
+    def loss(params: Any, state: Any, *batch: Any) -> jax.Array:
+        return network.loss(params, state, *batch)[0]
+
+    return Network(loss, params, (state, *batch))
+
+
+def _transformer(model: str, rank: int, *, scan: bool) -> Network:
+    shape = Shape(
+        model="gpt2" if model == "gpt2" else "roberta",
+        layers=4,
+        width=256,
+        heads=4,
+        vocabulary=1024,
+        length=128,
+        lora_rank=rank,
+    )
+    workload = shape.workload("save_all", batch=8, scan=scan)
+    params, *batch = workload.draw()
+    return Network(workload.loss, params, tuple(batch))
+
+
+WORKLOADS: Mapping[str, Callable[[], Network]] = {
+    "resnet18": _resnet18,
+    "gpt2": functools.partial(_transformer, "gpt2", 0, scan=False),
+    "gpt2_scan": functools.partial(_transformer, "gpt2", 0, scan=True),
+    "gpt2_lora": functools.partial(_transformer, "gpt2", 8, scan=True),
+    "roberta_lora": functools.partial(_transformer, "roberta", 8, scan=False),
+    "unet": NETWORKS["unet"],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    """Names of workloads."""
+    seeds: int = 4
+    """Seeds of the rounding noise."""
+    rounds: int = 5
+    """Rounds of timing, all programs in turn in each; 0: no timing."""
+    out: pathlib.Path = RESULTS / "passes.json"
+    """The file to write."""
+    page: pathlib.Path = _PAGE
+    """The page to write."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    options = tyro.cli(
+        Options, args=arguments, description=__doc__, prog="python -m benchmarks.passes"
+    )
+    environment = describe_environment()
+    console = make_console()
+    records = []
+    for name in options.workloads:
+        records += measure(name, WORKLOADS[name](), options.seeds, options.rounds)
+        console.print(f"{name}: done", highlight=False)
+    result = {"options": dataclasses.asdict(options), "records": records}
+    write_result(options.out, environment, result)
+    rows = _rows(records, options.workloads)
+    console.print(
+        make_table(
+            "Temp, saved bytes, noise and time without a pass, over those with all",
+            left=("pass",),
+            right=options.workloads,
+            rows=rows,
+        )
+    )
+    options.page.write_text(_page(rows, options.workloads, environment["commit"]))
+
+
+def measure(
+    workload: str, network: Network, num_seeds: int, num_rounds: int
+) -> list[Record]:
+    """Measures a workload with all passes, and without each of them.
+
+    Args:
+        workload: Its name.
+        network: The loss, parameters and batch.
+        num_seeds: Seeds of the rounding noise.
+        num_rounds: Rounds of timing.
+    """
+    names = ("", *(item.name for item in PASSES))
+    operands = (network.params, *network.batch)
+    exact = _leaves(jax.jit(jax.grad(network.loss))(*operands))
+    compiled = {
+        name: jax.jit(_gradient(network, [name] if name else []))
+        .lower(jnp.uint32(0), *operands)
+        .compile()
+        for name in names
+    }
+    records: list[Record] = []
+    for name, run in compiled.items():
+        draws = [_leaves(run(jnp.uint32(n), *operands)) for n in range(num_seeds)]
+        noise = [array.noise for array in array_noise(exact, draws).values()]
+        plan = dafjax.saved_residuals(
+            _wrapped(network, [name] if name else []), *operands
+        )
+        records.append(
+            {
+                "workload": workload,
+                "without": name,
+                "temp_nbytes": run.memory_analysis().temp_size_in_bytes,
+                "saved_nbytes": plan.stored_nbytes,
+                "noise": float(np.percentile(noise, 95)),
+            }
+        )
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(num_rounds):
+        for name, run in compiled.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run(jnp.uint32(0), *operands))
+            times[name].append(time.perf_counter() - began)
+    for record in records:
+        ratios = [
+            mine / whole
+            for mine, whole in zip(times[record["without"]], times[""], strict=True)
+        ]
+        record["time"] = statistics.median(ratios) if ratios else None
+    return records
+
+
+def _wrapped(
+    network: Network, without: Sequence[str], seed: Any = 0
+) -> Callable[..., jax.Array]:
+    return dafjax.remat_compress(network.loss, without_passes=without, seed=seed)
+
+
+def _gradient(network: Network, without: Sequence[str]) -> Callable[..., Any]:
+    def gradient(seed: jax.Array, params: Any, *batch: Any) -> Any:
+        return jax.grad(_wrapped(network, without, seed))(params, *batch)
+
+    return gradient
+
+
+def _leaves(gradient: Any) -> dict[str, np.ndarray]:
+    pairs = jax.tree_util.tree_leaves_with_path(gradient)
+    return {jax.tree_util.keystr(path): np.asarray(x, np.float64) for path, x in pairs}
+
+
+def _rows(records: Sequence[Record], workloads: Sequence[str]) -> list[list[str]]:
+    found = {(record["workload"], record["without"]): record for record in records}
+    return [
+        [item.name, *(_cell(found[w, item.name], found[w, ""]) for w in workloads)]
+        for item in PASSES
+    ]
+
+
+def _cell(record: Record, whole: Record) -> str:
+    """Returns the ratios that differ by half a percent, and by 3 % for noise, time."""
+    parts = []
+    for name, key, least in (
+        ("temp", "temp_nbytes", 0.005),
+        ("saved", "saved_nbytes", 0.005),
+        ("noise", "noise", 0.03),
+    ):
+        ratio = record[key] / whole[key]
+        if abs(ratio - 1) >= least:
+            parts.append(f"{name} {ratio:.2f}")
+    if record["time"] is not None and abs(record["time"] - 1) >= _NOTICEABLE:
+        parts.append(f"time {record['time']:.2f}")
+    return ", ".join(parts) or "="
+
+
+# Times of this machine differ by so much from run to run.
+_NOTICEABLE = 0.05
+
+
+def _page(rows: Sequence[Sequence[str]], workloads: Sequence[str], commit: str) -> str:
+    reasons = {item.name: item.reason for item in PASSES}
+    lines = [
+        "# Passes",
+        "",
+        "A pass rewrites a program before anything is decided about its residuals.",
+        "`dafjax/_passes/pipeline.py` lists them in order. `remat_compress(...,",
+        'without_passes=["relu_mask"])` leaves one out, and `dafjax.explain(loss, *args,',
+        'stage="passes")` shows the lines that each one changes.',
+        "",
+        "| pass | what it is good for |",
+        "|---|---|",
+        *(f"| `{row[0]}` | {reasons[row[0]]} |" for row in rows),
+        "",
+        "What each is worth: figures of the compiled gradient without the pass, over",
+        "those with all passes, at 2 bits. *Temp* is temporary memory, *saved* the bytes",
+        "of all residuals, *noise* the 95th percentile over parameter arrays; `=` stands",
+        "for less than 0.5 % (noise 3 %, time 5 %). `python -m benchmarks.passes` writes",
+        f"this page (commit {commit[:7]}, CPU).",
+        "",
+        f"| without | {' | '.join(workloads)} |",
+        f"|{'---|' * (len(workloads) + 1)}",
+        *(f"| `{row[0]}` | {' | '.join(row[1:])} |" for row in rows),
+    ]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()
