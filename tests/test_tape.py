@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dafjax._native import _evaluate, evaluate, tape_entry
-from dafjax._schedule.tape import Tape
 from tests.helpers import assert_same_bits, random_tape
 
 
@@ -101,22 +100,3 @@ def test_the_call_refuses_what_is_no_tape():
         Exception, match=r"dimensions of values \(\[4\]\) must be \[3\]"
     ):
         call(jnp.ones(3), [], 4)
-
-
-class TestTape:
-    def test_what_is_written_down_is_what_is_computed(self):
-        tape = Tape()
-        a, b = tape.given(), tape.given()
-        wanted = [a + b, 2.0 + a, a * b, 3.0 * b, a / b, b / 4.0, a, 5.0, (a + b) * a]
-        got = tape.evaluate(jnp.asarray([3.0, 8.0]), wanted)
-        assert list(got) == [11.0, 5.0, 24.0, 24.0, 0.375, 2.0, 3.0, 5.0, 33.0]
-
-    def test_nothing_is_computed_twice(self):
-        tape = Tape()
-        a = tape.given()
-        assert a * a + 1.0 is a * a + 1.0
-        assert tape.number(1.0) is tape.number(1.0)
-
-    def test_constants_may_be_too_large(self):
-        tape = Tape()
-        assert list(tape.evaluate(jnp.zeros(0), [1e300])) == [np.inf]
