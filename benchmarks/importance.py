@@ -28,8 +28,8 @@ from dafjax import Bits
 from dafjax._passes.pipeline import Context, run_passes
 from dafjax._plan.plan import Kept, ProgramPlan
 from dafjax._plan.planner import make_plan
-from dafjax._schedule.importance import importances
-from dafjax._schedule.moments import sample_moments
+from dafjax._schedule.importance import Sensitivities
+from dafjax._schedule.moments import moments_of_rows, sample_rows
 from dafjax._trace.equation import Constant, evaluate
 from dafjax._trace.residuals import differentiate
 from dafjax._trace.tracing import trace
@@ -188,15 +188,18 @@ class Gradient:
             if isinstance(site.codec, Affine)
         }
 
-        @jax.jit
-        def run(kept: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
-            env = self.values(kept)
-            return importances(self.plan, lambda v: sample_moments(env[v]), noise)
+        sensitivities = Sensitivities(self.plan, noise)
 
-        found = run(self.kept)
+        @jax.jit
+        def run(kept: Mapping[int, jax.Array]) -> jax.Array:
+            env = self.values(kept)
+            samples = [[sample_rows(env[value])] for value in sensitivities.measured]
+            of_noise = jnp.stack([*noise.values()])
+            return sensitivities(moments_of_rows(samples), of_noise)
+
         return {
-            site.value: float(found[site.value]) * self._squared_range(site)
-            for site in self.sites
+            site.value: float(found) * self._squared_range(site)
+            for site, found in zip(self.sites, run(self.kept), strict=True)
         }
 
     def _squared_range(self, site: Kept) -> float:

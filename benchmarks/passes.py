@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +27,7 @@ from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.small_networks import Sizes, make_network
 from benchmarks.tables import make_console, make_table
 from benchmarks.transformers import Shape
-from benchmarks.zoo import NETWORKS, Network
+from benchmarks.zoo import Network
 from dafjax._assess import array_noise
 from dafjax._passes.pipeline import PASSES
 
@@ -61,13 +62,31 @@ def _transformer(model: str, rank: int, *, scan: bool) -> Network:
     return Network(workload.loss, params, tuple(batch))
 
 
+def _pooled_sines() -> Network:
+    """Convolutions, sines of many periods and max-pooling."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    kernels = [jax.random.normal(key, (3, 3, 32, 32)) / 2 for key in keys[:3]]
+    images = jax.random.normal(keys[3], (16, 32, 32, 32))
+
+    def loss(kernels: Any, images: jax.Array) -> jax.Array:
+        x = images
+        for kernel in kernels:
+            x = jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            x = nn.max_pool(jnp.sin(x), (2, 2), (2, 2))
+        return jnp.mean(x**2)
+
+    return Network(loss, kernels, (images,))
+
+
 WORKLOADS: Mapping[str, Callable[[], Network]] = {
     "resnet18": _resnet18,
     "gpt2": functools.partial(_transformer, "gpt2", 0, scan=False),
     "gpt2_scan": functools.partial(_transformer, "gpt2", 0, scan=True),
     "gpt2_lora": functools.partial(_transformer, "gpt2", 8, scan=True),
     "roberta_lora": functools.partial(_transformer, "roberta", 8, scan=False),
-    "unet": NETWORKS["unet"],
+    "pooled_sines": _pooled_sines,
 }
 
 
@@ -212,28 +231,35 @@ _NOTICEABLE = 0.05
 def _page(rows: Sequence[Sequence[str]], workloads: Sequence[str], commit: str) -> str:
     reasons = {item.name: item.reason for item in PASSES}
     lines = [
-        "# Passes",
-        "",
-        "A pass rewrites a program before anything is decided about its residuals.",
-        "`dafjax/_passes/pipeline.py` lists them in order. `remat_compress(...,",
-        'without_passes=["relu_mask"])` leaves one out, and `dafjax.explain(loss, *args,',
-        'stage="passes")` shows the lines that each one changes.',
+        *_INTRODUCTION.splitlines(),
         "",
         "| pass | what it is good for |",
         "|---|---|",
         *(f"| `{row[0]}` | {reasons[row[0]]} |" for row in rows),
         "",
-        "What each is worth: figures of the compiled gradient without the pass, over",
-        "those with all passes, at 2 bits. *Temp* is temporary memory, *saved* the bytes",
-        "of all residuals, *noise* the 95th percentile over parameter arrays; `=` stands",
-        "for less than 0.5 % (noise 3 %, time 5 %). `python -m benchmarks.passes` writes",
-        f"this page (commit {commit[:7]}, CPU).",
+        *_MEANING.format(commit=commit[:7]).splitlines(),
         "",
         f"| without | {' | '.join(workloads)} |",
         f"|{'---|' * (len(workloads) + 1)}",
         *(f"| `{row[0]}` | {' | '.join(row[1:])} |" for row in rows),
     ]
     return "\n".join([*lines, ""])
+
+
+_INTRODUCTION = """# Passes
+
+A pass rewrites a program before anything is decided about its residuals.
+`dafjax/_passes/pipeline.py` lists them in order. The option `without_passes` of
+`dafjax.remat_compress` leaves some out by name, as `without_passes=["relu_mask"]`.
+`dafjax.explain(loss, *args, stage="passes")` shows the lines that each one changes.
+"""
+
+_MEANING = """What each is worth: figures of the compiled gradient without the pass, over
+those with all passes, at 2 bits. *Temp* is temporary memory, *saved* the bytes of all
+residuals, *noise* the 95th percentile over parameter arrays. `=`: less than 0.5 %
+(noise 3 %, time 5 %). `python -m benchmarks.passes` writes this page (commit {commit},
+CPU).
+"""
 
 
 if __name__ == "__main__":

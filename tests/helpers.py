@@ -14,7 +14,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dafjax._native import tape_entry
 from dafjax._passes.pipeline import Context, run_passes
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.schedule import schedule_backward
@@ -200,15 +199,3 @@ def persistent_cache(folder: os.PathLike[str]) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-
-
-def random_tape(rng, num_given, num_entries):
-    """Returns entries that read anything before them."""
-    return tuple(
-        tape_entry(
-            ("add", "multiply", "divide")[rng.integers(3)],
-            int(rng.integers(num_given + number)),
-            int(rng.integers(num_given + number)),
-        )
-        for number in range(num_entries)
-    )

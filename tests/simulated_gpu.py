@@ -22,8 +22,8 @@ LIBRARY = "DAFJAX_SIMULATED_GPU"
 SOURCES = pathlib.Path(__file__).resolve().parents[1] / "xla_ffi"
 _FFI = (
     "affine_checks", "bitmask_checks", "checks", "cuda_affine", "cuda_bitmask",
-    "cuda_ledger", "cuda_pool", "cuda_reduce", "cuda_tape", "cuda_tie", "pool_checks",
-    "reduction_checks", "reduction_timing", "tape_checks", "tied_buffers",
+    "cuda_ledger", "cuda_pool", "cuda_reduce", "cuda_tie", "pool_checks",
+    "reduction_checks", "reduction_timing", "tied_buffers",
 )  # fmt: skip
 
 

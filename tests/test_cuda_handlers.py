@@ -11,7 +11,6 @@ from dafjax._native import (
     _cpu,
     _cuda_library,
     _reduce,
-    evaluate,
     pack_affine,
     pack_bitmask,
     pool_hash,
@@ -19,7 +18,7 @@ from dafjax._native import (
     unpack_bitmask,
 )
 from tests import simulated_gpu
-from tests.helpers import assert_same_bits, random_tape
+from tests.helpers import assert_same_bits
 
 
 @pytest.fixture(scope="module")
@@ -130,21 +129,6 @@ def test_ties_give_what_they_get(handlers):
         arrays, _call("tie", list(map(_like, arrays)), *arrays), strict=True
     ):
         assert_same_bits(x, y)
-
-
-@pytest.mark.parametrize("num_entries", [0, 480, 481, 1500])
-@pytest.mark.parametrize("shape", [(0, 7), (7,), (2, 3, 50)])
-def test_tapes_make_what_they_make_on_the_cpu(handlers, rng, shape, num_entries):
-    given = jnp.asarray(rng.lognormal(size=shape).astype(np.float32))
-    tape = random_tape(rng, shape[-1], num_entries)
-    values = evaluate(given, tape=tape)
-    assert_same_bits(_call("evaluate", _like(values), given, tape=tape), values)
-
-
-def test_a_tape_that_reads_what_is_not_there_yet_is_refused(handlers):
-    values = jax.ShapeDtypeStruct((4,), jnp.float32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="entry 0 of the tape, 3, is"):
-        jax.block_until_ready(_call("evaluate", values, jnp.ones(3), tape=[3]))
 
 
 def _note(ledger, importances, num_sites):

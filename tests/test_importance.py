@@ -14,7 +14,7 @@ from benchmarks import importance
 from benchmarks.importance import Gradient
 from benchmarks.transformers import Shape
 from dafjax._sampling import _distance, num_rows, sample_elements
-from dafjax._schedule.importance import importances
+from dafjax._schedule.importance import Sensitivities
 from dafjax._schedule.moments import Moments, sample_moments
 from dafjax._schedule.signals import Signals
 from dafjax._trace.equation import Equation
@@ -261,16 +261,10 @@ def test_a_large_value_in_front_of_all_others_counts_as_it_is(shape, outlier, ke
 def asked(loss, w, *rest):
     """Returns the shapes of the values whose moments are asked for."""
     plan = Gradient.of(loss, w, *rest).plan
-    shapes = []
-
-    def moments(value):
-        shapes.append(plan.program.avals[value].shape)
-        return Moments(1.0, 1.0)
-
     sites = [kept.value for kept in plan.kept if isinstance(kept.codec, Affine)]
-    importances(plan, moments, dict.fromkeys(sites, 1.0))
     assert sites
-    return shapes
+    measured = Sensitivities(plan, sites).measured
+    return [plan.program.avals[value].shape for value in measured]
 
 
 def test_what_is_moved_and_scaled_is_not_sampled_for_itself():
@@ -326,17 +320,27 @@ def test_moments_are_those_of_all_that_is_made(number):
     gradient = Gradient.of(loss, w, 1 + x)
     values = gradient.values(gradient.kept)
 
-    def exact(value):
-        return Moments(jnp.mean(values[value] ** 2), jnp.var(values[value]))
-
-    signals = Signals(gradient.plan, exact)
+    signals = Signals(gradient.plan)
     made = {v for eqn in gradient.plan.program.backward for v in eqn.outputs}
+    found = {
+        value: (signals.mean_square(value), signals.variance(value))
+        for value in made | gradient.plan.recomputed.keys()
+    }
+    measured = [values[value] for value in signals.measured]
+    numbers = signals.compute(
+        Moments(
+            jnp.stack([jnp.mean(x**2) for x in measured]),
+            jnp.stack([jnp.var(x) for x in measured]),
+        )
+    )
+    assert len(measured) < len(found)
     checked = set()
-    for value in made | gradient.plan.recomputed.keys():
-        got, x = signals.moments(value), values[value]
-        assert float(got.mean_square) == pytest.approx(float(jnp.mean(x**2)), rel=1e-4)
-        assert float(got.variance) == pytest.approx(
-            float(jnp.var(x)), rel=1e-3, abs=1e-5 * float(got.mean_square)
+    for value, (mean_square, variance) in found.items():
+        x = values[value]
+        expected = float(jnp.mean(x**2))
+        assert float(numbers[mean_square]) == pytest.approx(expected, rel=1e-4)
+        assert float(numbers[variance]) == pytest.approx(
+            float(jnp.var(x)), rel=1e-3, abs=1e-5 * expected
         )
         checked.add(x.shape)
     assert (66, 37) in checked

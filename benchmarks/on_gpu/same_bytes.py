@@ -30,7 +30,6 @@ from benchmarks.tables import make_console
 from dafjax._native import (
     _cuda_library,
     _reference as reference,
-    evaluate,
     ledger_note,
     make_ledger,
     minmax,
@@ -39,7 +38,6 @@ from dafjax._native import (
     pool_get,
     pool_hash,
     pool_put,
-    tape_entry,
     unpack_affine,
     unpack_affine_fused,
     unpack_bitmask,
@@ -178,20 +176,7 @@ def cases() -> Iterator[Case]:
                 _plain_minmax,
                 (values(size, dtype),),
             )
-    yield from _cases_of_tapes()
     yield from _cases_of_pools()
-
-
-def _cases_of_tapes() -> Iterator[Case]:
-    given = jnp.abs(values(24, "float32")[:1]) + 1.0
-    for length in (1, 40, 1500):
-        # Each entry reads what is given, and the one before it.
-        tape = tuple(
-            tape_entry(("multiply", "divide", "add")[i % 3], i % 24, 23 + i)
-            for i in range(length)
-        )
-        run = functools.partial(evaluate, tape=tape)
-        yield Case(f"tape {length}", run, run, run, (given,))
 
 
 def _cases_of_pools() -> Iterator[Case]:

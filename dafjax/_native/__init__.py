@@ -22,10 +22,6 @@ from dafjax._native._device_facts import (
     power_mode as power_mode,
     processor as processor,
 )
-from dafjax._native._evaluate import (
-    evaluate as evaluate,
-    tape_entry as tape_entry,
-)
 from dafjax._native._first_order import first_order as first_order
 from dafjax._native._fused import (
     pack_bitmask_fused as pack_bitmask_fused,

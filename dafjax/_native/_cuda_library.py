@@ -20,7 +20,6 @@ HANDLERS = {
     "dafjax_minmax": "dafjax_cuda_minmax",
     "dafjax_sum_of_squares": "dafjax_cuda_sum_of_squares",
     "dafjax_time_reductions": "dafjax_cuda_time_reductions",
-    "dafjax_evaluate": "dafjax_cuda_evaluate",
     "dafjax_tie": "dafjax_cuda_tie",
     "dafjax_pool_put": "dafjax_cuda_pool_put",
     "dafjax_pool_get": "dafjax_cuda_pool_get",

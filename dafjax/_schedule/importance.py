@@ -27,53 +27,63 @@ The rank correlation with the variance measured with one compressed residual at 
 (`benchmarks/importance.py`).
 """
 
-import functools
-import operator
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
-from typing import Any, final
+from collections.abc import Collection, Iterable, Sequence
+from typing import final
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.moments import Moments
-from dafjax._schedule.signals import Signals
+from dafjax._schedule.signals import ONE, Signals
+from dafjax._schedule.weighted_sums import Weight, WeightedSums
 from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.rules import Combines
+from dafjax._typing import Array
 
 
 # A value is a statistic of an operand that has more than this many times its elements.
 _MANY = 16
 
+_SAME = Weight()
 
-def importances(
-    plan: ProgramPlan,
-    moments: Callable[[int], Moments],
-    rounding_noise: Mapping[int, Any],
-) -> dict[int, Any]:
-    """Returns the gradient variance that the rounding of each residual causes.
 
-    Args:
-        plan: The program with its compressed residuals and recomputed values.
-        moments: Returns the moments of a value of the program.
-        rounding_noise: The `sample_rounding_noise` of each compressed residual.
+@final
+class Sensitivities:
+    """The gradient variance that the rounding of each residual causes.
 
-    Returns:
-        For each of these residuals a float32 scalar, or a number of a tape if moments
-        and noise are: the variance at 1 bit, for quantization groups with a mean
-        squared range of 1. The variance is proportional to that range.
+    Attributes:
+        measured: The values whose moments the sensitivities need.
     """
-    signals = Signals(plan, moments)
-    noisy = _noisy_values(plan, signals, rounding_noise)
-    costs = _Costs(lambda value: signals.moments(value).variance)
-    _collect_costs(plan, signals, noisy, costs)
-    for value in sorted(noisy, key=plan.order, reverse=True):
-        _hand_on(plan, signals, costs, value, noisy[value])
-    return {v: costs.of_unit(v) * noise for v, noise in rounding_noise.items()}
+
+    def __init__(self, plan: ProgramPlan, residuals: Iterable[int]) -> None:
+        """Finds out what the sensitivities depend on.
+
+        Args:
+            plan: The program with its compressed residuals and recomputed values.
+            residuals: The compressed residuals.
+        """
+        self._signals = Signals(plan)
+        residuals = tuple(residuals)
+        noisy = _noisy_values(plan, self._signals, residuals)
+        costs = _Costs(plan, self._signals)
+        _collect_costs(plan, self._signals, noisy, costs)
+        for value in sorted(noisy, key=plan.order, reverse=True):
+            _hand_on(plan, self._signals, costs, value, noisy[value])
+        self._sums = costs.sums
+        self._wanted = [costs.of_unit(value) for value in residuals]
+        self.measured = self._signals.measured
+
+    def __call__(self, moments: Moments, rounding_noise: Array) -> Array:
+        """Returns the sensitivities.
+
+        Args:
+            moments: The moments of the `measured` values, each `[measured]`.
+            rounding_noise: The `sample_rounding_noise` of each residual, `[residuals]`.
+
+        Returns:
+            float32 `[residuals]`: the variance at 1 bit, for quantization groups with a
+            mean squared range of 1. The variance is proportional to that range.
+        """
+        costs = self._sums.compute(self._signals.compute(moments), self._wanted)
+        return costs * rounding_noise
 
 
 def _noisy_values(
@@ -94,51 +104,74 @@ def _noisy_values(
 
 @final
 class _Costs:
-    """The known costs of the values' noise: the gradient variance it causes."""
+    """The known costs of the values' noise: the gradient variance it causes.
 
-    def __init__(self, size_of_signal: Callable[[int], Any]) -> None:
-        """Starts without costs.
+    The signal of a cotangent is its energy, and that of a restored value its variance.
+    """
 
-        Args:
-            size_of_signal: Returns the size of a value's signal, in the unit of its
-                noise.
-        """
-        self._signal = size_of_signal
-        # Costs of noise of size 1, and of noise as large as the signal.
-        self._of_unit: dict[int, Any] = {}
-        self._of_share: dict[int, Any] = {}
+    def __init__(self, plan: ProgramPlan, signals: Signals) -> None:
+        self.sums = WeightedSums()
+        self._signals = signals
+        self.cotangents = set(plan.program.cotangents).union(
+            *(eqn.outputs for eqn in plan.program.backward)
+        )
+        # Costs of noise of size 1, and of noise as large as the signal: sums.
+        self._of_unit: dict[int, int] = {}
+        self._of_share: dict[int, int] = {}
 
     def __contains__(self, value: int) -> bool:
         return value in self._of_unit or value in self._of_share
 
-    def add_of_unit(self, value: int, cost: Any) -> None:
-        """Adds a cost of noise of size 1."""
-        _add(self._of_unit, value, cost)
+    def add_of_gradient(self, value: int) -> None:
+        """Adds the cost of a gradient's noise: itself."""
+        self._add(self._of_unit, value, ONE, _SAME)
 
-    def add_of_share(self, value: int, cost: Any) -> None:
-        """Adds a cost of noise as large as the signal."""
-        _add(self._of_share, value, cost)
+    def add_of_unit(
+        self, value: int, result: int, factor: float = 1.0, square: int = ONE
+    ) -> None:
+        """Adds `factor * square` times the cost of noise of size 1 in a result."""
+        weight = Weight(factor, square)
+        if result in self._of_unit:
+            self._add(self._of_unit, value, self._of_unit[result], weight)
+        if result in self._of_share:
+            weight = weight._replace(divisor=self._signal(result))
+            self._add(self._of_unit, value, self._of_share[result], weight)
+
+    def add_of_share(self, value: int, result: int, weight: Weight = _SAME) -> None:
+        """Adds `weight` times the cost of noise as large as a result's signal."""
+        if result in self._of_unit:
+            of_unit = weight._replace(second=self._signal(result))
+            self._add(self._of_share, value, self._of_unit[result], of_unit)
+        if result in self._of_share:
+            self._add(self._of_share, value, self._of_share[result], weight)
 
     def add_of_copy(self, value: int, result: int, factor: float) -> None:
         """Adds the cost of a result whose noise is `factor` times that of the value."""
         if result in self._of_unit:
-            self.add_of_unit(value, _product(factor, self._of_unit[result]))
+            weight = Weight(factor)
+            self._add(self._of_unit, value, self._of_unit[result], weight)
         if result in self._of_share:
-            self.add_of_share(value, self._of_share[result])
+            self._add(self._of_share, value, self._of_share[result], _SAME)
 
-    def of_unit(self, value: int) -> Any:
-        """Returns the cost of noise of size 1."""
-        if value not in self._of_share:
-            return self._of_unit.get(value, 0.0)
-        share = self._of_share[value] / (self._signal(value) + _TINY)
-        return _sum(self._of_unit.get(value), share)
+    def of_unit(self, value: int) -> int:
+        """Returns the cost of noise of size 1: a sum."""
+        total = self.sums.new()
+        if value in self._of_unit:
+            self.sums.add(total, self._of_unit[value], _SAME)
+        if value in self._of_share:
+            weight = Weight(divisor=self._signal(value))
+            self.sums.add(total, self._of_share[value], weight)
+        return total
 
-    def of_share(self, value: int) -> Any:
-        """Returns the cost of noise as large as the signal."""
-        if value not in self._of_unit:
-            return self._of_share.get(value, 0.0)
-        unit = _product(self._of_unit[value], self._signal(value))
-        return _sum(self._of_share.get(value), unit)
+    def _add(self, sums: dict[int, int], value: int, of: int, weight: Weight) -> None:
+        if value not in sums:
+            sums[value] = self.sums.new()
+        self.sums.add(sums[value], of, weight)
+
+    def _signal(self, value: int) -> int:
+        if value in self.cotangents:
+            return self._signals.energy(value)
+        return self._signals.variance(value)
 
 
 def _hand_on(
@@ -157,9 +190,9 @@ def _hand_on(
         if factor is not None:
             costs.add_of_copy(operand, value, factor)
         elif _is_sum_of_large(eqn, value, signals):
-            costs.add_of_unit(operand, costs.of_unit(value))
+            costs.add_of_unit(operand, value)
         else:
-            costs.add_of_share(operand, costs.of_share(value))
+            costs.add_of_share(operand, value)
 
 
 def _is_sum_of_large(eqn: Equation, value: int, signals: Signals) -> bool:
@@ -173,16 +206,14 @@ def _collect_costs(
     plan: ProgramPlan, signals: Signals, noisy: Collection[int], costs: _Costs
 ) -> None:
     """Accumulates the cost of noise over the equations of the backward pass."""
-    program = plan.program
-    made = set(program.cotangents).union(*(e.outputs for e in program.backward))
     gradients = _gradients(plan)
+    made = costs.cotangents
     heard = _made_of_noise(plan, made, noisy)
-    of_cotangents = _Costs(signals.energy)
-    for eqn in reversed(program.backward):
+    for eqn in reversed(plan.program.backward):
         if not eqn.rule.adds_or_moves:
             for value in sorted(gradients.intersection(eqn.outputs)):
-                of_cotangents.add_of_unit(value, 1.0)
-        results = [v for v in eqn.outputs if v in of_cotangents]
+                costs.add_of_gradient(value)
+        results = [v for v in eqn.outputs if v in costs]
         cotangents = [v for v in eqn.input_values if v in made]
         wanted = sorted(heard.intersection(cotangents))
         others = [v for v in eqn.input_values if v not in made]
@@ -191,23 +222,24 @@ def _collect_costs(
             continue
         if eqn.rule.is_product and others:
             # A product has two operands; the remaining inputs are row counts.
-            cotangent, other = cotangents[0], others[0]
-            cost = _product(float(eqn.num_products), of_cotangents.of_unit(results[0]))
+            cotangent, other, result = cotangents[0], others[0], results[0]
+            count = float(eqn.num_products)
             if read:
-                square = signals.moments(cotangent).mean_square
-                costs.add_of_unit(other, cost * square)
+                square = signals.mean_square(cotangent)
+                costs.add_of_unit(other, result, count, square)
             if wanted:
-                square = signals.moments(other).mean_square
-                share = _product(1 / max(signals.size(cotangent), 1), cost)
-                of_cotangents.add_of_unit(cotangent, share * square)
+                square = signals.mean_square(other)
+                share = count / max(signals.size(cotangent), 1)
+                costs.add_of_unit(cotangent, result, share, square)
             continue
         for value in wanted:
-            _add_of_cotangent(value, eqn, cotangents, results, signals, of_cotangents)
+            _add_of_cotangent(value, eqn, cotangents, results, signals, costs)
         for value in read:
-            of_value = signals.moments(value)
-            varying = of_value.variance / (of_value.mean_square + _TINY)
-            cost = _total(map(of_cotangents.of_share, results))
-            costs.add_of_share(value, cost * varying)
+            varying = Weight(
+                first=signals.variance(value), divisor=signals.mean_square(value)
+            )
+            for result in results:
+                costs.add_of_share(value, result, varying)
 
 
 def _add_of_cotangent(
@@ -226,7 +258,7 @@ def _add_of_cotangent(
         cotangents: All cotangents that the equation reads.
         results: The equation's results that have known costs.
         signals: The moments of all values.
-        costs: The costs of cotangents.
+        costs: The known costs.
     """
     if len(eqn.outputs) == 1:
         (result,) = results
@@ -238,9 +270,10 @@ def _add_of_cotangent(
         adds = eqn.rule.combines is Combines.ADD and len(cotangents) > 1
         reduces = sizes[0] > sizes[1] and not eqn.rule.slices
         if adds or eqn.rule.joins or reduces:
-            costs.add_of_unit(value, costs.of_unit(result))
+            costs.add_of_unit(value, result)
             return
-    costs.add_of_share(value, _total(map(costs.of_share, results)))
+    for result in results:
+        costs.add_of_share(value, result)
 
 
 def _made_of_noise(
@@ -264,29 +297,3 @@ def _gradients(plan: ProgramPlan) -> set[int]:
         if eqn.rule.adds_or_moves and eqn.outputs[0] in gradients:
             gradients.update(eqn.input_values)
     return gradients
-
-
-def _add(costs: MutableMapping[int, Any], value: int, cost: Any) -> None:
-    costs[value] = _sum(costs.get(value), cost)
-
-
-def _sum(first: Any, second: Any) -> Any:
-    """Returns a sum; `None` counts as 0 without an addition."""
-    return second if first is None else first + second
-
-
-def _product(first: Any, second: Any) -> Any:
-    """Returns a product; 1 takes no multiplication."""
-    if isinstance(first, float) and first == 1:
-        return second
-    if isinstance(second, float) and second == 1:
-        return first
-    return first * second
-
-
-def _total(numbers: Iterable[Any]) -> Any:
-    return functools.reduce(operator.add, numbers)
-
-
-# With this in the divisor, 0 / 0 gives 0.
-_TINY = 1e-30

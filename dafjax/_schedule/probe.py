@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.importance import importances
+from dafjax._schedule.importance import Sensitivities
 from dafjax._schedule.moments import (
-    Moments,
     RowMeans,
     moments_of_rows,
     sample_energy,
     sample_rows,
 )
-from dafjax._schedule.tape import Tape
 from dafjax._typing import Array
 
 
@@ -31,20 +29,13 @@ class Probe:
         self, plan: ProgramPlan, rounding_noise: Mapping[int, jax.Array]
     ) -> None:
         self._rounding_noise = rounding_noise
-        self._tape = Tape()
-        noise = {value: self._tape.given() for value in rounding_noise}
-        # In the order of their moments on the tape, after the noise.
-        self._wanted: dict[int, Moments] = {}
-        self._importances = importances(plan, self._ask, noise)
+        self._sensitivities = Sensitivities(plan, rounding_noise)
+        self._wanted = dict.fromkeys(self._sensitivities.measured)
         # Per value, the samples of all of its chunks.
         self._samples: dict[int, Sequence[RowMeans]] = {}
         self._waiting: dict[int, RowMeans] = {}
         self._ranges: dict[int, jax.Array] = {}
         self._waiting_ranges: dict[int, jax.Array] = {}
-
-    def _ask(self, value: int) -> Moments:
-        self._wanted[value] = Moments(self._tape.given(), self._tape.given())
-        return self._wanted[value]
 
     def see(self, values: Mapping[int, jax.Array]) -> None:
         """Samples the wanted values that have no sample yet."""
@@ -84,7 +75,7 @@ class Probe:
             gradients: The gradients.
 
         Returns:
-            float32 `[n + 1]`: the `importances` of each residual, times its mean
+            float32 `[n + 1]`: the `Sensitivities` of each residual, times its mean
             squared group range if known; and the gradients' squared norm.
         """
         self.settle(self.waiting())
@@ -93,9 +84,8 @@ class Probe:
         ]
         moments = moments_of_rows([self._samples[v] for v in self._wanted])
         noise = _stack(self._rounding_noise.values())
-        given = jnp.concatenate([noise, jnp.stack(moments, axis=1).reshape(-1)])
-        found = self._tape.evaluate(given, self._importances.values())
-        ranges = _stack(self._ranges.get(v, 1.0) for v in self._importances)
+        found = self._sensitivities(moments, noise)
+        ranges = _stack(self._ranges.get(v, 1.0) for v in self._rounding_noise)
         return jnp.concatenate([found * ranges, sample_energy(real)[None]])
 
 

@@ -62,9 +62,9 @@ message(STATUS "dafjax is built with CUDA ${CMAKE_CUDA_COMPILER_VERSION} for "
 
 add_library(dafjax_cuda MODULE
   cuda/bitmask.cu cuda/notes.cu cuda/pack_affine.cu cuda/pack_entry.cu cuda/reduce.cu
-  cuda/tape.cu cuda/unpack_affine.cu cuda/unpack_entry.cu cuda/update_table.cu
+  cuda/unpack_affine.cu cuda/unpack_entry.cu cuda/update_table.cu
   ffi/cuda_affine.cc ffi/cuda_bitmask.cc ffi/cuda_facts.cc ffi/cuda_ledger.cc
-  ffi/cuda_pool.cc ffi/cuda_reduce.cc ffi/cuda_tape.cc ffi/cuda_tie.cc)
+  ffi/cuda_pool.cc ffi/cuda_reduce.cc ffi/cuda_tie.cc)
 # What only the host runs: nvcc compiles it once, not for every architecture.
 add_library(dafjax_cuda_host OBJECT
   cuda/copy.cu cuda/graph.cu

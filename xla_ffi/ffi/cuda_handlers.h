@@ -26,7 +26,6 @@ DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_unpack_bitmask(XLA_FFI_CallFrame* call_
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_minmax(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_sum_of_squares(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_time_reductions(XLA_FFI_CallFrame* call_frame);
-DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_evaluate(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_tie(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_put(XLA_FFI_CallFrame* call_frame);
 DAFJAX_EXPORT XLA_FFI_Error* dafjax_cuda_pool_get(XLA_FFI_CallFrame* call_frame);

@@ -66,11 +66,6 @@ XLA_FFI_Error* dafjax_sum_of_squares(XLA_FFI_CallFrame* call_frame);
 // of rows, of elements of a row, of launches at once
 XLA_FFI_Error* dafjax_time_reductions(XLA_FFI_CallFrame* call_frame);
 
-// given [*batch, m] float32 -> values [*batch, m + n] float32: what is given, then what a
-//   tape of n operations makes of it: format/tape.h
-// attributes: tape, n int64
-XLA_FFI_Error* dafjax_evaluate(XLA_FFI_CallFrame* call_frame);
-
 // Any operands -> the same values. Each result normally shares the operand's memory.
 XLA_FFI_Error* dafjax_tie(XLA_FFI_CallFrame* call_frame);
 

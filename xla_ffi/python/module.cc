@@ -50,7 +50,6 @@ py::dict Handlers() {
   handlers["dafjax_minmax"] = capsule(dafjax_minmax);
   handlers["dafjax_sum_of_squares"] = capsule(dafjax_sum_of_squares);
   handlers["dafjax_time_reductions"] = capsule(dafjax_time_reductions);
-  handlers["dafjax_evaluate"] = capsule(dafjax_evaluate);
   handlers["dafjax_tie"] = capsule(dafjax_tie);
   return handlers;
 }
