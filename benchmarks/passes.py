@@ -254,9 +254,9 @@ A pass rewrites a program before anything is decided about its residuals.
 `dafjax.explain(loss, *args, stage="passes")` shows the lines that each one changes.
 """
 
-_MEANING = """What each is worth: figures of the compiled gradient without the pass, over
-those with all passes, at 2 bits. *Temp* is temporary memory, *saved* the bytes of all
-residuals, *noise* the 95th percentile over parameter arrays. `=`: less than 0.5 %
+_MEANING = """What each is worth: figures of the compiled gradient without the pass,
+over those with all passes, at 2 bits. *Temp* is temporary memory, *saved* the bytes of
+all residuals, *noise* the 95th percentile over parameter arrays. `=`: less than 0.5 %
 (noise 3 %, time 5 %). `python -m benchmarks.passes` writes this page (commit {commit},
 CPU).
 """
