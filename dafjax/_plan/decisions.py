@@ -1,12 +1,13 @@
 """Asks a policy about each value, and corrects decisions that are impossible."""
 
 from collections.abc import Collection, Container, Mapping
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 
 from dafjax._plan.steering import find_steering
+from dafjax._trace.bodies import reads_packed
 from dafjax._trace.equation import Equation
 from dafjax._trace.graph import live_equations, names_of_user
 from dafjax._trace.operation import Operation, naming, operations_of
@@ -31,7 +32,6 @@ def decide(
     *,
     names: Mapping[int, tuple[str, ...]],
     activations: Collection[int],
-    packed: Container[int],
     iterations: int,
 ) -> dict[int, Decision]:
     """Asks the policy about every value `wanted` could be recomputed from.
@@ -40,27 +40,196 @@ def decide(
     value's operands are settled before the value. Does not ask about values that a pass
     has decided about. A value with a recipe is recomputed by the recipe.
     """
-    decisions: dict[int, Decision] = {}
-    known: dict[int, bool] = {}
-    # Values that follow from keys by random draws and cheap operations alone.
-    drawn: set[int] = set()
-    most_products = max(
-        (e.num_products for e in program.forward if e.rule.is_product), default=1
-    )
+    decider = _Decider(program, policy, names, iterations)
+    decider.add_arguments(activations)
+    for eqn in live_equations(program.forward, wanted):
+        decider.add(eqn)
+    return decider.decisions
 
-    def cost_of_draw(value: int) -> float:
-        return program.avals[value].size * _PRODUCTS_OF_DRAW / most_products
 
-    # For each value, the values in inexact codes that recomputing it unpacks. If it is
-    # itself stored in inexact codes: the value alone.
-    sources: dict[int, frozenset[int]] = {}
-    # Arguments and parts of them. The backward pass reads them with the same bits.
-    still = set(range(program.num_arguments)).difference(activations)
-    # Values whose recomputation runs an exponential or a similar function.
-    amplified: set[int] = set()
-    # Values whose recomputation runs a matrix product.
-    multiplied: set[int] = set()
+@final
+class _Decider:
+    """Decides about values, one after another, and notes how each is recomputed.
 
+    Attributes:
+        decisions: The decision about each value.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        policy: AbstractPolicy,
+        names: Mapping[int, tuple[str, ...]],
+        iterations: int,
+    ) -> None:
+        self._program = program
+        self._policy = policy
+        self._names = names
+        self._iterations = iterations
+        self._steering = find_steering(program)
+        self._producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+        self._packed = {v for eqn in program.backward for v in reads_packed(eqn)}
+        self._exact = _read_exactly(program)
+        self._most_products = max(
+            (e.num_products for e in program.forward if e.rule.is_product), default=1
+        )
+        self.decisions: dict[int, Decision] = {}
+        # Values that follow cheaply from arguments.
+        self._known: dict[int, bool] = {}
+        # For each value, the values in inexact codes that recomputing it unpacks. If it
+        # is itself stored in inexact codes: the value alone.
+        self._sources: dict[int, frozenset[int]] = {}
+        # Values that follow from keys by random draws and cheap operations alone.
+        self._drawn: set[int] = set()
+        # Arguments and parts of them. The backward pass reads them with the same bits.
+        self._still: set[int] = set()
+        # Values whose recomputation runs an exponential or a similar function.
+        self._amplified: set[int] = set()
+        # Values whose recomputation runs a matrix product.
+        self._multiplied: set[int] = set()
+
+    def add_arguments(self, activations: Collection[int]) -> None:
+        """Decides about the arguments; `activations` are not kept alive."""
+        for value in range(self._program.num_arguments):
+            if value in activations:
+                argument = self._describe(
+                    value, "argument", known=False, reduced_from=0, sources=0
+                )
+                self._settle(value, argument, frozenset())
+            else:
+                self._still.add(value)
+                self.decisions[value] = Recompute()
+                self._known[value] = True
+                self._sources[value] = frozenset()
+
+    def add(self, eqn: Equation) -> None:
+        """Decides about the results of the next equation."""
+        inputs = _recomputation(self._program, eqn, self.decisions).input_values
+        reached = frozenset().union(*(self._sources[v] for v in inputs))
+        known = eqn.rule.is_cheap and all(self._known[v] for v in inputs)
+        self._note_exact(eqn, inputs, known=known)
+        found = {
+            "known": known,
+            "divides": eqn.divisor is not None and bool(self._sources[eqn.divisor]),
+            "amplified": not self._amplified.isdisjoint(inputs),
+            "reduced_from": max(eqn.operand_sizes, default=0),
+            "sources": len(reached),
+            "source_elements": sum(self._program.avals[v].size for v in reached),
+            "contracted": eqn.contracted_size,
+            "multiplied": not self._multiplied.isdisjoint(inputs),
+        }
+        for value in eqn.outputs:
+            residual = self._describe(
+                value, eqn.primitive, draw_cost=self._draw_cost(value), **found
+            )
+            if self._sums_codes(value) and not self._policy.saves_exactly(residual):
+                # A softmax denominator has hardly any noise, and only noise that its
+                # numerators have too.
+                self.decisions[value] = Recompute()
+                self._known[value] = False
+                self._sources[value] = frozenset()
+                continue
+            self._settle(value, residual, reached, eqn)
+            if reached and isinstance(self.decisions[value], Recompute):
+                if found["amplified"] or eqn.is_amplifying:
+                    self._amplified.add(value)
+                if found["multiplied"] or eqn.contracted_size > 0:
+                    self._multiplied.add(value)
+
+    def _note_exact(
+        self, eqn: Equation, inputs: Collection[int], *, known: bool
+    ) -> None:
+        """Notes whether results are parts of arguments, or follow from keys."""
+        moves = eqn.rule.keeps_magnitudes or eqn.rule.slices
+        if moves and self._still.issuperset(inputs):
+            self._still.update(eqn.outputs)
+        is_certain = all(self._known[v] or v in self._drawn for v in inputs)
+        can_draw = eqn.rule.cost is Cost.DRAW or eqn.rule.is_cheap
+        if can_draw and is_certain and not known:
+            self._drawn.update(eqn.outputs)
+
+    def _settle(
+        self,
+        value: int,
+        residual: Residual,
+        reached: frozenset[int],
+        eqn: Equation | None = None,
+    ) -> None:
+        decision = self._program.decided.get(value) or self._policy(residual)
+        if isinstance(decision, Recompute) and eqn is not None and self._flips(eqn):
+            decision = Compress(Bitmask())
+        is_off = is_inexact(decision) or (
+            isinstance(decision, Recompute) and residual.sources > 0
+        )
+        must_be_saved = (
+            value in self._packed
+            or (eqn is not None and eqn.has_effect)
+            or (value in self._exact and is_off)
+            or _only_pads(decision, residual)
+        )
+        if must_be_saved and not residual.known:
+            decision = Save()
+        if not isinstance(decision, (Save, Compress, Recompute)):
+            raise TypeError(
+                f"`policy` must return `Save()`, `Compress(...)` or `Recompute()`, but "
+                f"`{self._policy!r}` returned `{decision!r}`."
+            )
+        self.decisions[value] = decision
+        self._known[value] = residual.known
+        if isinstance(decision, Recompute):
+            self._sources[value] = reached
+        else:
+            inexact = is_inexact(decision)
+            self._sources[value] = frozenset({value}) if inexact else frozenset()
+
+    def _describe(self, value: int, primitive: str, **found: Any) -> Residual:
+        program = self._program
+        aval = program.avals[value]
+        return Residual(
+            shape=tuple(aval.shape),
+            dtype=aval.dtype,
+            primitive=primitive,
+            steers=value in self._steering,
+            copies=self._iterations,
+            names=self._names[value],
+            program=program.fingerprint,
+            number=value,
+            # A range-reduced argument has the names of the argument, which is another
+            # value.
+            operations=()
+            if primitive == "phase"
+            else (
+                *_named_by(program, value),
+                *operations_of(self._producers.get(value)),
+            ),
+            **found,
+        )
+
+    def _flips(self, eqn: Equation) -> bool:
+        """Returns whether recomputed operands can round, and compare, differently."""
+        return eqn.rule.error is Error.FLIPS and any(
+            v not in self._still
+            and jnp.issubdtype(self._program.avals[v].dtype, jnp.inexact)
+            for v in eqn.input_values
+        )
+
+    def _sums_codes(self, value: int) -> bool:
+        recipe = self._program.recipes.get(value)
+        return (
+            recipe is not None
+            and recipe.needs_codes
+            and applies(recipe, self.decisions)
+        )
+
+    def _draw_cost(self, value: int) -> float:
+        if value not in self._drawn:
+            return 0
+        size = self._program.avals[value].size
+        return size * _PRODUCTS_OF_DRAW / self._most_products
+
+
+def _read_exactly(program: Program) -> set[int]:
+    """Returns the values that the backward pass must not read from inexact codes."""
     exact = {
         value
         for eqn in program.backward
@@ -69,127 +238,7 @@ def decide(
     }
     # Divisors must be exact: a code near 0 may decode to 0.
     exact.update(eqn.divisor for eqn in program.backward if eqn.divisor is not None)
-    steering = find_steering(program)
-    producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
-
-    def settle(
-        value: int,
-        residual: Residual,
-        reached: frozenset[int],
-        *,
-        has_effect: bool = False,
-        flips: bool = False,
-    ) -> None:
-        decision = program.decided.get(value) or policy(residual)
-        if flips and isinstance(decision, Recompute):
-            decision = Compress(Bitmask())
-        is_off = is_inexact(decision) or (
-            isinstance(decision, Recompute) and residual.sources > 0
-        )
-        must_be_saved = (
-            value in packed
-            or has_effect
-            or (value in exact and is_off)
-            or _only_pads(decision, residual)
-        )
-        if must_be_saved and not residual.known:
-            decision = Save()
-        if not isinstance(decision, (Save, Compress, Recompute)):
-            raise TypeError(
-                f"`policy` must return `Save()`, `Compress(...)` or `Recompute()`, but "
-                f"`{policy!r}` returned `{decision!r}`."
-            )
-        decisions[value] = decision
-        known[value] = residual.known
-        if isinstance(decision, Recompute):
-            sources[value] = reached
-        else:
-            inexact = is_inexact(decision)
-            sources[value] = frozenset({value}) if inexact else frozenset()
-
-    def describe(value: int, primitive: str, **found: Any) -> Residual:
-        aval = program.avals[value]
-        return Residual(
-            shape=tuple(aval.shape),
-            dtype=aval.dtype,
-            primitive=primitive,
-            steers=value in steering,
-            copies=iterations,
-            names=names[value],
-            program=program.fingerprint,
-            number=value,
-            # A range-reduced argument has the names of the argument, which is another
-            # value.
-            operations=()
-            if primitive == "phase"
-            else (*_named_by(program, value), *operations_of(producers.get(value))),
-            **found,
-        )
-
-    for value in range(program.num_arguments):
-        if value in activations:
-            argument = describe(
-                value, "argument", known=False, reduced_from=0, sources=0
-            )
-            settle(value, argument, frozenset())
-        else:
-            decisions[value] = Recompute()
-            known[value] = True
-            sources[value] = frozenset()
-
-    for eqn in live_equations(program.forward, wanted):
-        inputs = _recomputation(program, eqn, decisions).input_values
-        reached = frozenset().union(*(sources[v] for v in inputs))
-        is_certain = all(known[v] or v in drawn for v in inputs)
-        all_known = eqn.rule.is_cheap and all(known[v] for v in inputs)
-        moves = eqn.rule.keeps_magnitudes or eqn.rule.slices
-        if moves and still.issuperset(inputs):
-            still.update(eqn.outputs)
-        # Recomputed values can round differently, and then compare differently.
-        flips = eqn.rule.error is Error.FLIPS and any(
-            v not in still and jnp.issubdtype(program.avals[v].dtype, jnp.inexact)
-            for v in inputs
-        )
-        can_draw = eqn.rule.cost is Cost.DRAW or eqn.rule.is_cheap
-        if can_draw and is_certain and not all_known:
-            drawn.update(eqn.outputs)
-        amplifies = not amplified.isdisjoint(inputs)
-        multiplies = not multiplied.isdisjoint(inputs)
-        divides = eqn.divisor is not None and bool(sources[eqn.divisor])
-        for value in eqn.outputs:
-            residual = describe(
-                value,
-                eqn.primitive,
-                known=all_known,
-                draw_cost=cost_of_draw(value) if value in drawn else 0,
-                divides=divides,
-                amplified=amplifies,
-                reduced_from=max(eqn.operand_sizes, default=0),
-                sources=len(reached),
-                source_elements=sum(program.avals[v].size for v in reached),
-                contracted=eqn.contracted_size,
-                multiplied=multiplies,
-            )
-            recipe = program.recipes.get(value)
-            sums_codes = (
-                recipe is not None and recipe.needs_codes and applies(recipe, decisions)
-            )
-            if sums_codes and not policy.saves_exactly(residual):
-                # A softmax denominator has hardly any noise, and only noise that its
-                # numerators have too.
-                decisions[value] = Recompute()
-                known[value] = False
-                sources[value] = frozenset()
-                continue
-            settle(value, residual, reached, has_effect=eqn.has_effect, flips=flips)
-            amplifies_now = amplifies or eqn.is_amplifying
-            if not reached or not isinstance(decisions[value], Recompute):
-                continue
-            if amplifies_now:
-                amplified.add(value)
-            if multiplies or eqn.contracted_size > 0:
-                multiplied.add(value)
-    return decisions
+    return exact
 
 
 # The time to draw one number, in multiplications of a matrix product. (On two cores

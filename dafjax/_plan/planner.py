@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -73,123 +73,206 @@ def make_plan(
     Returns:
         The plan.
     """
-    activations = frozenset(activations)
-    fingerprint = program.fingerprint
-    names = _find_names(program)
+    draft = _choose(program, policy, frozenset(activations), iterations)
+    _shrink(draft)
+    uses = _give_bits(draft, bits, nbits_beside if spares_bits else None)
+    _normalize(draft)
+    return _finish(draft, uses, function)
+
+
+@final
+@dataclasses.dataclass
+class _Draft:
+    """A plan in the making.
+
+    Attributes:
+        program: The program.
+        activations: The arguments that the caller does not keep alive.
+        residuals: The residuals.
+        packed: The values that bodies of loops and branches have packed.
+        decisions: What the policy decided.
+        names: The names of each value.
+        kept: The values to save.
+        arguments: The arguments that the backward pass reads.
+        recomputed: For every other value that it reads, directly or not, how.
+        num_bits: The bits of the codes of saved values.
+        copies: The normalized copies of values, and the values that they stand for.
+        producers: The equation that computes each value.
+    """
+
+    program: Program
+    activations: frozenset[int]
+    residuals: frozenset[int]
+    packed: frozenset[int]
+    decisions: dict[int, Decision]
+    names: dict[int, tuple[str, ...]]
+    producers: dict[int, Equation]
+    kept: set[int] = dataclasses.field(default_factory=set)
+    arguments: list[int] = dataclasses.field(default_factory=list)
+    recomputed: dict[int, Equation] = dataclasses.field(default_factory=dict)
+    num_bits: dict[int, int] = dataclasses.field(default_factory=dict)
+    copies: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def inexact(self) -> list[int]:
+        """The values to save in inexact codes."""
+        return [value for value in self.kept if is_inexact(self.decisions[value])]
+
+
+def _choose(
+    program: Program,
+    policy: AbstractPolicy,
+    activations: frozenset[int],
+    iterations: int,
+) -> _Draft:
+    """Asks the policy, and follows each residual to saved values and arguments."""
     residuals = program.residuals()
-    producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
-    packed = {v for eqn in program.backward for v in reads_packed(eqn)}
+    names = _find_names(program)
+    packed = frozenset(v for eqn in program.backward for v in reads_packed(eqn))
     read_by_recipes = (r.equation.input_values for r in program.recipes.values())
-    decisions = decide(
-        program,
-        (*residuals, *itertools.chain.from_iterable(read_by_recipes)),
-        policy,
-        names=names,
+    draft = _Draft(
+        program=program,
         activations=activations,
+        residuals=frozenset(residuals),
         packed=packed,
-        iterations=iterations,
+        decisions=decide(
+            program,
+            (*residuals, *itertools.chain.from_iterable(read_by_recipes)),
+            policy,
+            names=names,
+            activations=activations,
+            iterations=iterations,
+        ),
+        names=names,
+        producers={v: eqn for eqn in program.forward for v in eqn.outputs},
     )
-    kept: set[int] = set()
-    arguments: list[int] = []
-    recomputed: dict[int, Equation] = {}
     seen = set(residuals)
     stack = list(residuals)
     while stack:
         value = stack.pop()
-        if not isinstance(decisions[value], Recompute):
-            kept.add(value)
-            continue
-        if value < program.num_arguments:
-            arguments.append(value)
-            continue
-        recipe = program.recipes.get(value)
-        if recipe is not None and applies(recipe, decisions):
-            equation = recipe.equation
+        if not isinstance(draft.decisions[value], Recompute):
+            draft.kept.add(value)
+        elif value < program.num_arguments:
+            draft.arguments.append(value)
         else:
-            equation = producers[value]
-        recomputed[value] = equation
-        new = [v for v in equation.input_values if v not in seen]
-        seen.update(new)
-        stack.extend(new)
-    for value in sorted(kept - packed):
-        parts = _parts_read(program, value, recomputed, set(residuals))
+            equation = draft.producers[value]
+            recipe = program.recipes.get(value)
+            if recipe is not None and applies(recipe, draft.decisions):
+                equation = recipe.equation
+            draft.recomputed[value] = equation
+            new = [v for v in equation.input_values if v not in seen]
+            seen.update(new)
+            stack.extend(new)
+    return draft
+
+
+def _shrink(draft: _Draft) -> None:
+    """Saves parts of a value in its place if its readers need no more."""
+    for value in sorted(draft.kept - draft.packed):
+        parts = _parts_read(draft.program, value, draft.recomputed, draft.residuals)
         if parts != {value}:
-            kept.remove(value)
-            kept.update(parts)
-            decisions.update(dict.fromkeys(parts, decisions[value]))
-    recomputed = _needed(recomputed, residuals, kept)
-    inexact = [value for value in kept if is_inexact(decisions[value])]
-    uses = find_uses(program, recomputed, inexact)
-    num_bits = {v: bits.of(names[v], uses.get(v, Use.LINEAR)) for v in kept}
-    if spares_bits:
-        of_default = {
-            value: num_bits[value]
-            for value in inexact
-            if decisions[value] == Compress() and not bits.has_named(names[value])
-        }
-        sizes = {value: program.avals[value].size for value in of_default}
-        of_bodies = 8 * sum(map(program.nbytes, packed.intersection(kept)))
-        num_bits |= with_spare_bits(of_default, sizes, beside=of_bodies + nbits_beside)
+            draft.kept.remove(value)
+            draft.kept.update(parts)
+            draft.decisions.update(dict.fromkeys(parts, draft.decisions[value]))
+    wanted = draft.program.residuals()
+    draft.recomputed = _needed(draft.recomputed, wanted, draft.kept)
+
+
+def _give_bits(draft: _Draft, bits: Bits, nbits_beside: int | None) -> dict[int, Use]:
+    """Decides about bits; returns how gradients depend on each value in codes.
+
+    Args:
+        draft: The plan.
+        bits: The user's bits.
+        nbits_beside: The bits that loops in other programs store; `None` if small
+            residuals get no more bits than others.
+    """
+    uses = find_uses(draft.program, draft.recomputed, draft.inexact)
+    names, decisions = draft.names, draft.decisions
+    draft.num_bits = {v: bits.of(names[v], uses.get(v, Use.LINEAR)) for v in draft.kept}
+    if nbits_beside is None:
+        return uses
+    of_default = {
+        value: draft.num_bits[value]
+        for value in draft.inexact
+        if decisions[value] == Compress() and not bits.has_named(names[value])
+    }
+    sizes = {value: draft.program.avals[value].size for value in of_default}
+    of_bodies = map(draft.program.nbytes, draft.packed.intersection(draft.kept))
+    beside = 8 * sum(of_bodies) + nbits_beside
+    draft.num_bits |= with_spare_bits(of_default, sizes, beside=beside)
+    return uses
+
+
+def _normalize(draft: _Draft) -> None:
+    """Saves normalized copies in place of values that groups would mix."""
     forms = _find_forms(
-        program,
-        {value: num_bits[value] for value in inexact},
-        decisions,
-        (*recomputed.values(), *program.backward),
-        activations,
+        draft.program,
+        {value: draft.num_bits[value] for value in draft.inexact},
+        draft.decisions,
+        (*draft.recomputed.values(), *draft.program.backward),
+        draft.activations,
     )
-    program, copies = with_copies(program, forms)
-    # A listing shows a copy as the value that it stands for.
-    stands_for: dict[int, int] = {}
+    draft.program, copies = with_copies(draft.program, forms)
     for value, made in copies.items():
         numbers = (*made.copies, *made.statistics)
-        kept.remove(value)
-        kept.update(numbers)
-        decisions.update(dict.fromkeys(made.copies, decisions[value]))
-        decisions.update(dict.fromkeys(made.statistics, Save()))
-        recomputed[value] = made.recompute
-        names.update(dict.fromkeys(numbers, names[value]))
-        num_bits.update(dict.fromkeys(numbers, num_bits[value]))
-        producers.update((v, eqn) for eqn in made.equations for v in eqn.outputs)
-        stands_for.update(dict.fromkeys(made.copies, value))
-    channels = find_channels(program, activations)
+        draft.kept.remove(value)
+        draft.kept.update(numbers)
+        draft.decisions.update(dict.fromkeys(made.copies, draft.decisions[value]))
+        draft.decisions.update(dict.fromkeys(made.statistics, Save()))
+        draft.recomputed[value] = made.recompute
+        draft.names.update(dict.fromkeys(numbers, draft.names[value]))
+        draft.num_bits.update(dict.fromkeys(numbers, draft.num_bits[value]))
+        made_by = ((v, eqn) for eqn in made.equations for v in eqn.outputs)
+        draft.producers.update(made_by)
+        draft.copies.update(dict.fromkeys(made.copies, value))
+
+
+def _finish(
+    draft: _Draft, uses: Mapping[int, Use], function: str | None
+) -> ProgramPlan:
+    """Chooses codecs and drops what the plan does not need of the forward pass."""
+    channels = find_channels(draft.program, draft.activations)
     # Dithered rounding can leave the range of the values, and a pole may be there.
-    one_sided = find_one_sided(program)
+    one_sided = find_one_sided(draft.program)
     spread = {v for v, use in uses.items() if use <= Use.SMOOTH} - one_sided
-    spread.update(copy for copy, value in stands_for.items() if value in spread)
-    packed_masks = {v for v in kept if not isinstance(decisions[v], Save)}
+    spread.update(copy for copy, value in draft.copies.items() if value in spread)
     # Passes add values that a plan may not need, range-reduced arguments for example.
-    wanted = (*program.results, *residuals, *kept)
-    program = dataclasses.replace(
-        program, forward=live_equations(program.forward, wanted)
+    wanted = (*draft.program.results, *draft.residuals, *draft.kept)
+    forward = live_equations(draft.program.forward, wanted)
+    compressed = {v for v in draft.kept if not isinstance(draft.decisions[v], Save)}
+    program, masks = with_masks_of_results(
+        dataclasses.replace(draft.program, forward=forward), compressed
     )
-    program, masks = with_masks_of_results(program, packed_masks)
+
+    def describe(value: int) -> Kept:
+        # A listing shows a copy as the value that it stands for.
+        stands_for = draft.copies.get(value)
+        default = _default_codec(
+            draft.num_bits[value],
+            tuple(program.avals[value].shape),
+            has_channels=value in channels,
+            rounding="dithered" if value in spread else "stochastic",
+        )
+        return _describe(
+            program,
+            value,
+            draft.producers.get(value if stands_for is None else stands_for),
+            draft.decisions[value],
+            default,
+            is_packed=value in draft.packed,
+            stands_for=stands_for,
+        )
+
     return ProgramPlan(
         program=program,
-        fingerprint=fingerprint,
-        function=fingerprint if function is None else function,
-        kept=tuple(
-            _describe(
-                fingerprint,
-                program.avals[value],
-                value,
-                producers.get(stands_for.get(value, value)),
-                decisions[value],
-                _default_codec(
-                    num_bits[value],
-                    tuple(program.avals[value].shape),
-                    has_channels=value in channels,
-                    rounding="dithered" if value in spread else "stochastic",
-                ),
-                is_packed=value in packed,
-                stands_for=stands_for.get(value),
-            )
-            for value in _in_order(program)
-            if value in kept
-        ),
-        arguments=tuple(sorted(arguments)),
-        recomputed=recomputed,
+        fingerprint=program.fingerprint,
+        function=program.fingerprint if function is None else function,
+        kept=tuple(describe(v) for v in _in_order(program) if v in draft.kept),
+        arguments=tuple(sorted(draft.arguments)),
+        recomputed=draft.recomputed,
         masks=masks,
-        copies=stands_for,
+        copies=draft.copies,
     )
 
 
@@ -332,8 +415,7 @@ def plan_arguments(
         function=plan.function,
         kept=tuple(
             _describe(
-                plan.fingerprint,
-                program.avals[value],
+                program,
                 value,
                 None,
                 _decide_argument(program.avals[value]),
@@ -392,8 +474,7 @@ def _find_names(program: Program) -> dict[int, tuple[str, ...]]:
 
 
 def _describe(
-    fingerprint: str,
-    aval: Any,
+    program: Program,
     value: int,
     producer: Equation | None,
     decision: Decision,
@@ -402,6 +483,7 @@ def _describe(
     is_packed: bool,
     stands_for: int | None = None,
 ) -> Kept:
+    aval: Any = program.avals[value]
     codec = None
     if isinstance(decision, Compress):
         codec = default if decision.codec is None else decision.codec
@@ -411,7 +493,7 @@ def _describe(
         if codec.packed_nbytes(like) >= like.size * like.dtype.itemsize:
             codec = None
     return Kept(
-        program=fingerprint,
+        program=program.fingerprint,
         value=value,
         shape=tuple(aval.shape),
         dtype=aval.dtype,
