@@ -4,9 +4,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import final
 
-import jax
-
-from dafjax._plan.plan import Kept
 from dafjax._schedule.rows import Rows
 from dafjax._trace.equation import Equation
 
@@ -77,7 +74,7 @@ class Division:
         loops: The chunk loops, in order.
         rest: Decodes and equations that run after the loops, on whole arrays.
         is_apart: Whether the chunks are unrolled in the program and their results stay
-            separate arrays (`apart.py`). Otherwise they run in a loop (`loops.py`).
+            separate arrays. Otherwise they run in a loop (`chunks.py`).
     """
 
     num_rows: int
@@ -100,17 +97,6 @@ class Division:
     def num_rows_of_part(self) -> int:
         """The number of rows per chunk."""
         return self.num_rows // self.num_parts
-
-    def likes_of_part(self, kept: Iterable[Kept]) -> dict[int, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of one chunk of each residual decoded in chunks."""
-        unpacked = set(self.unpacked)
-        return {
-            item.value: jax.ShapeDtypeStruct(
-                (self.num_rows_of_part, *item.shape[1:]), item.dtype
-            )
-            for item in kept
-            if item.value in unpacked
-        }
 
     @property
     def unpacked(self) -> tuple[int, ...]:
