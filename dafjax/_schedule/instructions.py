@@ -1,4 +1,4 @@
-"""The instructions of the backward pass, which one interpreter runs.
+"""The instructions of the backward pass, which one interpreter runs, and their listing.
 
 `lower.py` turns the steps of a schedule into these instructions. Values are the numbers
 of `Program.avals`. Decodes and delayed reads depend on a token: a scalar 0 that every
@@ -6,14 +6,16 @@ barrier renews.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal, TypeAlias, final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias, final
 
 import jax
+import numpy as np
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.steps import Division, Loop
-from dafjax._trace.equation import Atom, Equation
+from dafjax._trace.equation import Atom, Constant, Equation
+from dafjax._trace.residuals import Program
 from dafjax.codecs import AbstractCodec
 
 
@@ -147,3 +149,73 @@ class Lowered:
     instructions: tuple[Instruction, ...]
     pinned: frozenset[Atom]
     is_apart: bool
+
+
+def listing(instructions: Iterable[Instruction], program: Program) -> str:
+    """Returns the instructions as text, one a line.
+
+    In chunks, equations are shown with the shapes of the whole arrays.
+
+    Args:
+        instructions: The instructions.
+        program: The program whose values they compute.
+    """
+    last = f"return    {_names(program.gradients)}"
+    return "\n".join([*_lines(instructions, program), last])
+
+
+def _lines(instructions: Iterable[Instruction], program: Program) -> Iterator[str]:
+    for item in instructions:
+        name = type(item).__name__.lower()
+        words = [
+            text
+            for field in dataclasses.fields(item)
+            if (text := _text(field.name, getattr(item, field.name), program))
+        ]
+        if isinstance(item, Run) and item.equation.place:
+            words.append(f"# {item.equation.place}")
+        yield "  ".join([f"{name:8}", *words])
+        if isinstance(item, Chunked):
+            barrier = () if item.barrier is None else (item.barrier,)
+            for line in _lines((*barrier, *item.body), program):
+                yield f"    {line}"
+            for line in _lines(map(Run, item.loop.sums), program):
+                yield f"    {line.replace('run', 'sum', 1)}"
+            for line in _lines(map(Run, item.loop.finishing), program):
+                yield line.replace("run     ", "epilogue", 1)
+
+
+def _text(field: str, x: Any, program: Program) -> str:
+    """Returns a field of an instruction as text, empty if there is nothing to tell."""
+    match x:
+        case Equation():
+            outputs = ", ".join(f"v{v}:{program.avals[v]}" for v in x.outputs)
+            return f"{outputs} = {x.primitive} {_names(x.operand_atoms)}"
+        case Division():
+            kind = "unrolled chunks" if x.is_apart else "chunks"
+            return f"{x.num_parts} {kind} of {x.num_rows_of_part} rows"
+        case Loop():
+            names = "sources", "results", "replaced"
+            words = (_text(name, getattr(x, name), program) for name in names)
+            return "  ".join(filter(None, words))
+        case jax.ShapeDtypeStruct():
+            return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
+        case bool():
+            return field * x
+        case int():
+            return f"v{x}"
+        case str():
+            return "" if x == "any" else x
+        case tuple() if x and field != "body":
+            return f"{field} {_names(x)}"
+    return ""
+
+
+def _names(atoms: Iterable[Atom | None]) -> str:
+    return ", ".join(map(_name, atoms))
+
+
+def _name(atom: Atom | None) -> str:
+    if not isinstance(atom, Constant):
+        return "-" if atom is None else f"v{atom}"
+    return str(atom.value) if np.ndim(atom.value) == 0 else "constant"
