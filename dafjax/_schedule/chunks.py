@@ -114,6 +114,7 @@ class Chunks:
     def _wait_for_sources(self, frame: Frame) -> None:
         barrier = self.item.barrier
         if barrier is not None:
+            # Samples are written besides the result.
             only_on_cpus = barrier.only_on_cpus and not self.sampled
             barrier = dataclasses.replace(barrier, only_on_cpus=only_on_cpus)
             self.interpret([barrier], frame)

@@ -164,25 +164,24 @@ def listing(instructions: Iterable[Instruction], program: Program) -> str:
     return "\n".join([*_lines(instructions, program), last])
 
 
-def _lines(instructions: Iterable[Instruction], program: Program) -> Iterator[str]:
+def _lines(
+    instructions: Iterable[Instruction], program: Program, name: str = ""
+) -> Iterator[str]:
     for item in instructions:
-        name = type(item).__name__.lower()
         words = [
-            text
+            _text(field.name, getattr(item, field.name), program)
             for field in dataclasses.fields(item)
-            if (text := _text(field.name, getattr(item, field.name), program))
         ]
         if isinstance(item, Run) and item.equation.place:
             words.append(f"# {item.equation.place}")
-        yield "  ".join([f"{name:8}", *words])
+        first = f"{name or type(item).__name__.lower():8}"
+        yield "  ".join([first, *filter(None, words)])
         if isinstance(item, Chunked):
             barrier = () if item.barrier is None else (item.barrier,)
-            for line in _lines((*barrier, *item.body), program):
-                yield f"    {line}"
-            for line in _lines(map(Run, item.loop.sums), program):
-                yield f"    {line.replace('run', 'sum', 1)}"
-            for line in _lines(map(Run, item.loop.finishing), program):
-                yield line.replace("run     ", "epilogue", 1)
+            body = _lines((*barrier, *item.body), program)
+            sums = _lines(map(Run, item.loop.sums), program, "sum")
+            yield from (f"    {line}" for line in (*body, *sums))
+            yield from _lines(map(Run, item.loop.finishing), program, "epilogue")
 
 
 def _text(field: str, x: Any, program: Program) -> str:

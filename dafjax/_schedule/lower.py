@@ -159,10 +159,10 @@ class _Lowering:
         """Yields decodes and equations on whole arrays, or on chunks of `sources`."""
         of_chunk = set(sources)
         for piece in pieces:
+            of_chunk.update(piece.outputs)
             if isinstance(piece, Equation):
                 is_whole = division is None
                 yield self._run(piece, late) if is_whole else Run(piece)
-                of_chunk.update(piece.outputs)
                 continue
             value, like = piece.value, self.kept[piece.value].like
             fused = self.codecs[value].decodes_fused and value not in in_memory
@@ -179,7 +179,6 @@ class _Lowering:
             if behind:
                 yield Barrier(behind, only_on_cpus=fused)
             yield Unpack(value, like, fused, codes_wait, waits)
-            of_chunk.add(value)
 
     def _chunked_stage(
         self, steps: Iterable[Step], division: Division, in_memory: Container[int]

@@ -22,6 +22,11 @@ class Unpacking:
     value: int
     behind: tuple[int, ...] = ()
 
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The residual, as an equation has outputs."""
+        return (self.value,)
+
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,11 +56,7 @@ class Loop:
     @property
     def made(self) -> tuple[int, ...]:
         """The values decoded or computed in chunks, in order."""
-        return tuple(
-            v
-            for piece in self.by_rows
-            for v in (piece.outputs if isinstance(piece, Equation) else (piece.value,))
-        )
+        return tuple(v for piece in self.by_rows for v in piece.outputs)
 
     @property
     def unpacked(self) -> tuple[int, ...]:

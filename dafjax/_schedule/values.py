@@ -2,13 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeAlias, final
 
 from dafjax._schedule.instructions import Unpack
@@ -100,7 +94,7 @@ class Frame:
         """Returns what an equation reads."""
         return look_up(equation.inputs, self.at_hand(late))
 
-    def evaluate(self, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    def evaluate(self, equation: Equation, operands: list[Any]) -> Iterable[Any]:
         """Runs an equation, on whole arrays or on a chunk."""
         if self.division is None:
             return evaluate(equation, operands)
