@@ -12,7 +12,7 @@ from dafjax._passes.pipeline import PASSES
 from dafjax._plan.plan import Kept, ProgramPlan
 from dafjax._plan.recorder import record_plans
 from dafjax._rules import Stages
-from dafjax._schedule.steps import Step, Unpacking
+from dafjax._schedule.instructions import listing
 from dafjax._trace.equation import Atom, Constant, Equation
 from dafjax._trace.residuals import Program
 from dafjax._trace.tracing import trace
@@ -36,8 +36,8 @@ def explain(
         stage: What is printed. `"program"`: the forward and the backward pass as JAX
             differentiates them. `"passes"`: the rewrites in order, and the lines that
             each one changes. `"plan"`: which residuals are saved, in how many bits, and
-            what is recomputed. `"schedule"`: the order of the backward pass: where a
-            stage begins, what its barrier takes, and which chunks it runs in.
+            what is recomputed. `"schedule"`: the backward pass as the instructions that
+            run on CPUs: barriers, where residuals are unpacked, chunks of the batch.
         **kwargs: Its keyword arguments.
 
     Raises:
@@ -125,39 +125,7 @@ def _saved(plan: ProgramPlan, item: Kept) -> str:
 
 
 def _of_schedule(stages: Stages) -> Iterator[str]:
-    program = stages.plan.program
-    for step in stages.steps:
-        if step.begins:
-            yield from _stage_lines(step)
-        for piece in step.restored:
-            if isinstance(piece, Unpacking):
-                yield f"  unpack {_value(program, piece.value)}"
-            else:
-                yield f"  recompute {_equation(program, piece)}"
-        if step.equation is not None:
-            yield f"  run {_equation(program, step.equation)}"
-    gradients = " ".join(map(_atom, program.gradients))
-    yield f"gradients {gradients}"
-
-
-def _stage_lines(step: Step) -> Iterator[str]:
-    division = step.division
-    chunks = ""
-    if division is not None and division.num_parts > 1:
-        how = "unrolled" if division.is_apart else "in a loop"
-        chunks = f", {division.num_parts} chunks of {division.num_rows} rows {how}"
-    through = [v for v in step.cotangents if v not in step.awaited]
-    groups: Mapping[str, tuple[int, ...]] = {
-        "passes": (*through, *step.given),
-        "waits for": step.awaited,
-        "late": step.settled,
-    }
-    barrier = "; ".join(
-        f"{name} {' '.join(f'%{v}' for v in values)}"
-        for name, values in groups.items()
-        if values
-    )
-    yield f"stage{chunks}: barrier {barrier}"
+    yield listing(stages.instructions, stages.plan.program)
 
 
 _LINES: Mapping[str, Callable[[Stages], Iterator[str]]] = {

@@ -16,8 +16,10 @@ from dafjax._passes.pipeline import Context
 from dafjax._plan.plan import ProgramPlan
 from dafjax._plan.planner import plan_arguments
 from dafjax._plan.recorder import current_recorder
-from dafjax._schedule.backward_pass import run_backward
 from dafjax._schedule.forward_pass import run_forward
+from dafjax._schedule.instructions import Instruction
+from dafjax._schedule.interpreter import run_backward
+from dafjax._schedule.lower import lower
 from dafjax._schedule.parts import usual_parts, usual_parts_apart
 from dafjax._schedule.restored_arguments import restore_arguments
 from dafjax._schedule.schedule import schedule_backward
@@ -65,9 +67,12 @@ class Stages:
     iterations: int
 
     @property
-    def steps(self) -> tuple[Step, ...]:
-        """The schedule of the backward pass."""
-        return _schedule(self.plan, self.options)
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The backward pass on CPUs."""
+        schedule = _schedule(self.plan, self.options)
+        codecs = codecs_in(self.options.store, self.plan, schedule)
+        ties = self.options.ties
+        return lower(self.plan, codecs, schedule, ties, fills_late=True).instructions
 
 
 class Rule(abc.ABC):
@@ -271,17 +276,19 @@ def _make_backward_pass(
     Its platform is known only at lowering. So where JAX has a GPU plugin, it is traced
     for CPUs and for GPUs.
     """
-    run = functools.partial(
-        run_backward, plan, codecs, store=options.store, ties=options.ties
-    )
-    anywhere = functools.partial(run, schedule, fills_late=True)
+
+    def lowered(steps: Sequence[Step], **target: bool) -> Callable[..., Any]:
+        backward = lower(plan, codecs, steps, options.ties, **target)
+        return functools.partial(run_backward, backward, store=options.store)
+
+    anywhere = lowered(schedule, fills_late=True)
     if not (installed_plugins() and can_be_apart(plan)):
         return _inlined(anywhere)
     most = options.max_parts or usual_parts_apart(codecs.values())
     steps = schedule_backward(plan, parts_apart(plan, codecs, most))
     # Late zeros only with recomputation: otherwise XLA:GPU delays the values added to
     # them, and a GPT-2 in bfloat16 on an H200 takes 72 MB instead of 53.
-    on_gpus = functools.partial(run, steps, is_apart=True, fills_late=runs_again)
+    on_gpus = lowered(steps, is_apart=True, fills_late=runs_again)
 
     def run_where_it_is(*operands: Any) -> Any:
         return lax.platform_dependent(*operands, cuda=on_gpus, default=anywhere)

@@ -12,8 +12,8 @@ import dafjax
 from dafjax import _rules
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule import backward_pass, moments, parts, stretches
-from dafjax._schedule.apart import run_apart
+from dafjax._schedule import interpreter, moments, parts, stretches
+from dafjax._schedule.chunks import Chunks
 from dafjax._schedule.rows import Rows
 from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Unpacking
@@ -44,12 +44,14 @@ def small_parts(monkeypatch):
 def as_on_gpu(with_plugin, monkeypatch):
     """As if what is lowered were lowered for a GPU. Returns the parts that run."""
     counts = []
+    run = Chunks.run
 
-    def counting(plan, division, *arguments):
-        counts.append(division.num_parts)
-        return run_apart(plan, division, *arguments)
+    def counting(chunks):
+        if chunks.item.mode == "unroll":
+            counts.append(chunks.item.division.num_parts)
+        return run(chunks)
 
-    monkeypatch.setattr(backward_pass, "run_apart", counting)
+    monkeypatch.setattr(Chunks, "run", counting)
     monkeypatch.setattr(
         jax.lax,
         "platform_dependent",
@@ -586,13 +588,12 @@ def test_what_is_stored_for_cpus_can_be_read_in_parts_of_gpus(
 
 
 def test_the_last_token_is_read_by_a_gradient_that_has_elements():
-    token = jnp.zeros((), jnp.uint8)
     gradients = [jnp.zeros((0, 5)), jnp.ones(3), jnp.ones(7)]
-    behind = backward_pass._behind(token, gradients)
+    behind = interpreter._one_behind(gradients, jnp.copy, key=jnp.size)
     changed = [a is not b for a, b in zip(behind, gradients, strict=True)]
     assert changed == [False, True, False]
     np.testing.assert_array_equal(behind[1], gradients[1])
-    assert backward_pass._behind(token, gradients[:1])[0] is gradients[0]
+    assert interpreter._one_behind(gradients[:1], jnp.copy)[0] is gradients[0]
 
 
 class TestRows:
@@ -646,12 +647,9 @@ class TestValues:
         np.testing.assert_array_equal(even, [0, 1])
         np.testing.assert_array_equal(odd, [0, 1])
 
-    def test_arrays_are_replaced_one_by_one(self):
+    def test_chunks_are_replaced_one_by_one(self):
         values = Values()
-        values[1] = jnp.zeros(3)
         values.put_parts({3: (jnp.zeros(2), jnp.ones(2))}, Rows(2, False))
-        arrays = values.arrays([3, 1])
-        assert [len(xs) for xs in arrays] == [2, 1]
-        values.replace([3, 1], [x + 5 for xs in arrays for x in xs])
+        values[3] = tuple(x + 5 for x in values.raw(3))
         np.testing.assert_array_equal(values[3], [5, 5, 6, 6])
-        np.testing.assert_array_equal(values[1], [5, 5, 5])
+        assert not isinstance(values.raw(3), tuple)

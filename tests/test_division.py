@@ -10,8 +10,8 @@ import pytest
 import dafjax
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule import backward_pass, division, parts, stretches
-from dafjax._schedule.loops import run_loop
+from dafjax._schedule import division, parts, stretches
+from dafjax._schedule.chunks import Chunks
 from dafjax._schedule.moments import moments_of_rows, sample_rows
 from dafjax._schedule.steps import Unpacking
 from dafjax._schedule.stretches import stretches_of
@@ -442,12 +442,14 @@ def assert_close(got, expected, tolerance):
 def counted(monkeypatch):
     """Counts the parts of the loops that run."""
     counts = []
+    run = Chunks.run
 
-    def counting(plan, division, *arguments):
-        counts.append(division.num_parts)
-        return run_loop(plan, division, *arguments)
+    def counting(chunks):
+        if chunks.item.mode == "loop":
+            counts.append(chunks.item.division.num_parts)
+        return run(chunks)
 
-    monkeypatch.setattr(backward_pass, "run_loop", counting)
+    monkeypatch.setattr(Chunks, "run", counting)
     return counts
 
 

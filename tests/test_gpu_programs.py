@@ -19,7 +19,7 @@ from dafjax._native import _cuda_library, hold, pin, tie
 from dafjax._passes import pipeline
 from dafjax._passes.pipeline import PASSES
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule import apart, backward_pass, early_sums, stretches
+from dafjax._schedule import chunks, early_sums, interpreter, lower, stretches
 from dafjax._schedule.ties import Ties
 from dafjax._trace.equation import Equation
 from dafjax.codecs import Affine, Bitmask
@@ -298,12 +298,12 @@ def test_all_examples_at_once_need_no_more_than_halves():
         # Nobody reads the last token, and XLA drops what it was to wait for.
         (
             gradient_of_products,
-            *(backward_pass, "_behind", lambda token, gradients: list(gradients)),
+            *(interpreter, "_one_behind", lambda gradients, *_, **__: list(gradients)),
         ),
         # Sums are put off that are read later.
         (
             functools.partial(gradient_of_convolutions.__wrapped__, max_parts=2),
-            *(apart._Running, "_wait_for", lambda self, made: made),
+            *(chunks, "_after_chunk", lambda made, token: (made, token)),
         ),
     ],
 )
@@ -379,7 +379,7 @@ def test_cotangents_are_made_in_the_order_in_which_products_read_them(
 ):
     """Those of queries, keys and values come out of products in another order."""
     ordered = usual_work(device)
-    monkeypatch.setattr(backward_pass, "row_major", lambda x: x)
+    monkeypatch.setattr(interpreter, "row_major", lambda x: x)
     turned = work_of_transformer(device, layers=2)
     # As large as what the products of a layer read, written and read again.
     nbytes = 2 * 4 * 8 * 128 * 3 * 256
@@ -452,7 +452,7 @@ def test_zeros_for_gradients_of_lookups_are_made_late(monkeypatch):
 
     late = nbytes()
     jax.clear_caches()
-    monkeypatch.setattr(backward_pass, "_filled_for_lookups", lambda plan: frozenset())
+    monkeypatch.setattr(lower, "_filled_for_lookups", lambda plan: frozenset())
     table_nbytes = 4 * 5000 * 768
     assert late < nbytes() - 0.9 * table_nbytes
 
@@ -477,7 +477,8 @@ def test_measured_bits_add_little_to_a_program():
     placed = training.place((params, x), one_device(GPUS[HERE]))
     measured = dafjax.adaptive_jit(jax.grad(loss)).lower(*placed).compile()
     fixed = gradient_of_convolutions()
-    assert loops_of(measured) == []
+    # The sums of sensitivities, small numbers; no loop over chunks.
+    assert len(loops_of(measured)) <= 1
     assert temp_of(measured) < 1.1 * temp_of(fixed)
     assert "dafjax_ledger_note" in custom_calls(measured)
     kernels, of_fixed = (

@@ -11,7 +11,7 @@ import pytest
 import dafjax
 from dafjax import _remat_compress
 from dafjax._plan.segments import cut
-from dafjax._schedule import backward_pass
+from dafjax._schedule import lower
 from dafjax._schedule.ties import Ties
 from dafjax._trace.rules import OpRule
 from dafjax._trace.tracing import as_function
@@ -267,7 +267,7 @@ def test_zeros_for_gradients_of_lookups_are_made_late(wrap, monkeypatch):
 
     example = {"layers": layers, "table": table}, words
     late = gradient_nbytes(wrap(loss), *example)
-    monkeypatch.setattr(backward_pass, "_filled_for_lookups", lambda plan: frozenset())
+    monkeypatch.setattr(lower, "_filled_for_lookups", lambda plan: frozenset())
     early = gradient_nbytes(wrap(loss), *example)
     assert late < early - 0.9 * table.size * 4
 

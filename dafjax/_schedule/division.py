@@ -179,7 +179,7 @@ class _Levels:
         needed = set(results).union(*(eqn.input_values for eqn in sums))
         by_rows: list[Unpacking | Equation] = []
         for piece in reversed(self._by_rows):
-            if not needed.difference(there).isdisjoint(_made_by(piece)):
+            if not needed.difference(there).isdisjoint(piece.outputs):
                 by_rows.insert(0, piece)
                 if isinstance(piece, Equation):
                     needed.update(piece.input_values)
@@ -276,10 +276,6 @@ class _Levels:
             replaced.append(next(alike, None))
             free = [v for v in free if v != replaced[-1]]
         return tuple(replaced)
-
-
-def _made_by(piece: Unpacking | Equation) -> tuple[int, ...]:
-    return piece.outputs if isinstance(piece, Equation) else (piece.value,)
 
 
 def _where(atoms: Iterable[Atom], chosen: Iterable[bool]) -> set[int]:

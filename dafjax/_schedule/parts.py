@@ -53,7 +53,7 @@ class Parts:
         most: Maximum number of chunks.
         likes: Shape and dtype of each residual.
         are_apart: Whether the chunks are unrolled in the program and their results stay
-            separate arrays (`apart.py`). Otherwise they run in a loop.
+            separate arrays (`chunks.py`). Otherwise they run in a loop.
         serves_gpus: Whether residuals stored for a chunk loop may also be read in
             unrolled chunks.
     """

@@ -33,10 +33,10 @@ At the end of a stage the decoded values are dropped. A later use decodes them a
 which costs less than keeping them.
 
 A stage in which every equation works row by row, or sums over rows, runs in chunks of
-the rows, one after another (`division.py`, `loops.py`). Then only its inputs and
+the rows, one after another (`division.py`, `chunks.py`). Then only its inputs and
 outputs exist as whole arrays. The product that computes the outgoing cotangent also
 runs in chunks, together with the weight gradient. On GPUs there are one or a few
-chunks, without a loop (`apart.py`, `parts.py`). Lowering chooses between the two,
+chunks, without a loop (`parts.py`). Lowering chooses between the two,
 because the platform is known only then.
 
 A stage that is not chunked has three more forced orders, each worth about one array at

@@ -4,9 +4,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import final
 
-import jax
-
-from dafjax._plan.plan import Kept
 from dafjax._schedule.rows import Rows
 from dafjax._trace.equation import Equation
 
@@ -24,6 +21,11 @@ class Unpacking:
 
     value: int
     behind: tuple[int, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The residual, as an equation has outputs."""
+        return (self.value,)
 
 
 @final
@@ -54,11 +56,7 @@ class Loop:
     @property
     def made(self) -> tuple[int, ...]:
         """The values decoded or computed in chunks, in order."""
-        return tuple(
-            v
-            for piece in self.by_rows
-            for v in (piece.outputs if isinstance(piece, Equation) else (piece.value,))
-        )
+        return tuple(v for piece in self.by_rows for v in piece.outputs)
 
     @property
     def unpacked(self) -> tuple[int, ...]:
@@ -77,7 +75,7 @@ class Division:
         loops: The chunk loops, in order.
         rest: Decodes and equations that run after the loops, on whole arrays.
         is_apart: Whether the chunks are unrolled in the program and their results stay
-            separate arrays (`apart.py`). Otherwise they run in a loop (`loops.py`).
+            separate arrays. Otherwise they run in a loop (`chunks.py`).
     """
 
     num_rows: int
@@ -100,17 +98,6 @@ class Division:
     def num_rows_of_part(self) -> int:
         """The number of rows per chunk."""
         return self.num_rows // self.num_parts
-
-    def likes_of_part(self, kept: Iterable[Kept]) -> dict[int, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of one chunk of each residual decoded in chunks."""
-        unpacked = set(self.unpacked)
-        return {
-            item.value: jax.ShapeDtypeStruct(
-                (self.num_rows_of_part, *item.shape[1:]), item.dtype
-            )
-            for item in kept
-            if item.value in unpacked
-        }
 
     @property
     def unpacked(self) -> tuple[int, ...]:
