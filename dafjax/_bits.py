@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from dafjax import config
 from dafjax._numbers import shown
 
 
@@ -39,10 +40,6 @@ class Use(enum.IntEnum):
     NONLINEAR = 2
     # Through an exponential or a similar function.
     AMPLIFIED = 3
-
-
-# An error of 1 in an exponent is a factor of 2.7, so fewer bits are not enough.
-_AMPLIFIED_BITS = 8
 
 
 @final
@@ -142,10 +139,12 @@ class Bits:
         """
         for pattern, bits in self._pairs:
             if matches(pattern, names):
-                return max(bits, _AMPLIFIED_BITS) if use is Use.AMPLIFIED else bits
+                return (
+                    max(bits, config.AMPLIFIED_BITS) if use is Use.AMPLIFIED else bits
+                )
         assert self.nonlinear is not None
         if use is Use.AMPLIFIED:
-            return _AMPLIFIED_BITS
+            return config.AMPLIFIED_BITS
         return self.linear if use is Use.LINEAR else self.nonlinear
 
 

@@ -33,11 +33,11 @@ def explain(
     Args:
         fun: A function made by `remat_compress`, or one that calls such functions.
         *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
-        stage: What is printed. `"program"`: the forward and the backward pass as JAX
+        stage: The stage to print. `"program"`: the forward and the backward pass as JAX
             differentiates them. `"passes"`: the rewrites in order, and the lines that
-            each one changes. `"plan"`: which residuals are saved, in how many bits, and
-            what is recomputed. `"schedule"`: the backward pass as the instructions that
-            run on CPUs: barriers, where residuals are unpacked, chunks of the batch.
+            each one changes. `"plan"`: saved residuals with their bits, and recomputed
+            values. `"schedule"`: the instructions of the backward pass on CPUs, with
+            barriers, unpacked residuals and chunks of the batch.
         **kwargs: Its keyword arguments.
 
     Raises:

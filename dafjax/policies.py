@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 import jax.numpy as jnp
 from jax import checkpoint_policies
 
+from dafjax import config
 from dafjax._bits import matches
 from dafjax._numbers import as_count
 from dafjax._trace.operation import Answer, Operation as Operation, read_answer
@@ -182,13 +183,6 @@ _WIDE_DTYPES = frozenset(
     jnp.dtype(dtype) for dtype in ("float64", "complex64", "complex128")
 )
 
-# An array with more than this many times the elements of its sources is recomputed:
-# 8 bits instead of 2 for the sources then cost less than 2 bits for the array.
-_EXPANSION = 3
-
-# Recomputing a longer sum of products takes more time than packing its result.
-_MOST_CONTRACTED = 128
-
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +235,7 @@ class CompressExpensive(AbstractPolicy):
 
     codec: AbstractCodec | None = None
     max_sources: int = 3
-    min_nbytes: int = 16 * 1024
+    min_nbytes: int = config.SMALL_NBYTES
 
     def __post_init__(self) -> None:
         _check_codec(self)
@@ -302,13 +296,16 @@ class CompressExpensive(AbstractPolicy):
         computable = (
             rule.is_tame()
             or rule.is_amplifying()
-            or (0 < residual.contracted <= _MOST_CONTRACTED and not residual.multiplied)
+            or (
+                0 < residual.contracted <= config.MOST_CONTRACTED
+                and not residual.multiplied
+            )
         )
         return (
             computable
             and self.codec is None
             and 0 < residual.sources <= self.max_sources
-            and residual.num_elements > _EXPANSION * residual.source_elements
+            and residual.num_elements > config.EXPANSION * residual.source_elements
         )
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax import _rules
+from dafjax import _rules, config
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule import interpreter, moments, parts, stretches
+from dafjax._schedule import interpreter, parts, stretches
 from dafjax._schedule.chunks import Chunks
 from dafjax._schedule.rows import Rows
 from dafjax._schedule.schedule import schedule_backward
@@ -35,9 +35,9 @@ def with_plugin(monkeypatch):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Lets parts be small, as the arrays of these tests are, also beside others."""
-    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
-    monkeypatch.setattr(parts, "_LEAST_NBYTES_APART", 1)
-    monkeypatch.setattr(parts, "_LEAST_SHARE", 0)
+    monkeypatch.setattr(config, "LEAST_NBYTES_OF_CHUNK", 1)
+    monkeypatch.setattr(config, "LEAST_NBYTES_UNROLLED", 1)
+    monkeypatch.setattr(config, "LEAST_SHARE_OF_LARGEST", 0)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ class TestGradients:
     def test_what_is_there_in_parts_can_be_read_as_a_whole(
         self, mixed, as_on_gpu, joined, monkeypatch
     ):
-        monkeypatch.setattr(stretches, "_LEAST_RESULTS_OF_JOINED", 0)
+        monkeypatch.setattr(config, "LEAST_CHUNKED_RESULTS", 0)
         got = gradient(*mixed)
         assert 2 in as_on_gpu
         assert joined
@@ -404,7 +404,7 @@ class TestMeasuredBits:
     @pytest.mark.parametrize("most", [1, 2])
     @pytest.mark.parametrize(
         ("samples", "num_batches", "tolerance"),
-        [(1 << 30, 1, 1e-5), (moments._NUM_ELEMENTS, 16, 0.02)],
+        [(1 << 30, 1, 1e-5), (config.SAMPLED_ELEMENTS, 16, 0.02)],
     )
     def test_importances_are_those_in_loops(
         self, key, as_on_gpu, monkeypatch, most, samples, num_batches, tolerance
@@ -413,8 +413,8 @@ class TestMeasuredBits:
 
         A batch's importances from samples differ by a standard deviation of 2 %.
         """
-        monkeypatch.setattr(parts, "_USUAL_APART", most)
-        monkeypatch.setattr(moments, "_NUM_ELEMENTS", samples)
+        monkeypatch.setattr(config, "CHUNKS_UNROLLED", most)
+        monkeypatch.setattr(config, "SAMPLED_ELEMENTS", samples)
         params, x = example(key)
         xs = jax.random.normal(jax.random.fold_in(key, 1), (num_batches, *x.shape))
         # Of which parts are not alike.
@@ -528,7 +528,7 @@ class TestDivisions:
         assert all(d.is_apart for d in found)
 
     def test_small_parts_are_not_worth_their_kernels(self, key, monkeypatch):
-        monkeypatch.setattr(parts, "_LEAST_NBYTES_APART", 1 << 20)
+        monkeypatch.setattr(config, "LEAST_NBYTES_UNROLLED", 1 << 20)
         found = divisions_apart(plan_of_convolutions(key))
         assert {d.num_parts for d in found} == {1}
 

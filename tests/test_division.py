@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import dafjax
+from dafjax import config
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule import division, parts, stretches
+from dafjax._schedule import division, stretches
 from dafjax._schedule.chunks import Chunks
 from dafjax._schedule.moments import moments_of_rows, sample_rows
 from dafjax._schedule.steps import Unpacking
@@ -210,8 +211,8 @@ def test_rows_that_share_tiles_are_not_packed_by_themselves(codec):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Lets parts be small, as the arrays of these tests are, also beside others."""
-    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
-    monkeypatch.setattr(parts, "_LEAST_SHARE", 0)
+    monkeypatch.setattr(config, "LEAST_NBYTES_OF_CHUNK", 1)
+    monkeypatch.setattr(config, "LEAST_SHARE_OF_LARGEST", 0)
 
 
 def plan_of(function, *arguments):
@@ -364,14 +365,14 @@ class TestDivision:
 def test_small_parts_are_not_worth_it(key, monkeypatch):
     nbytes = 32 * 8 * 8 * 32 * 4
     for least, counts in ((nbytes // 4, {4}), (nbytes, set())):
-        monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", least)
+        monkeypatch.setattr(config, "LEAST_NBYTES_OF_CHUNK", least)
         found = divisions(plan_of_convolutions(key))
         assert {d.num_parts for d in found} == counts
 
 
 def test_what_is_small_beside_the_largest_is_not_divided(monkeypatch):
     """It decides nothing about how much memory there has to be."""
-    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
+    monkeypatch.setattr(config, "LEAST_NBYTES_OF_CHUNK", 1)
 
     def loss(narrow, wide, last, x):
         return jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ narrow) @ wide) @ last))
@@ -389,12 +390,12 @@ def test_what_is_small_beside_the_largest_is_not_divided(monkeypatch):
 
     assert widths_in_parts(1024) == {1024}
     assert widths_in_parts(512) == {1024}
-    monkeypatch.setattr(parts, "_LEAST_SHARE", 0.5)
+    monkeypatch.setattr(config, "LEAST_SHARE_OF_LARGEST", 0.5)
     assert widths_in_parts(512) == {1024, 512}
 
 
 def test_no_more_parts_than_asked_for(key, monkeypatch):
-    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
+    monkeypatch.setattr(config, "LEAST_NBYTES_OF_CHUNK", 1)
     plan = plan_of_convolutions(key)
     for most, counts in ((1, set()), (2, {2}), (5, {4}), (16, {16})):
         found = [step.division for step in scheduled(plan, most)]
@@ -413,7 +414,7 @@ def test_what_is_no_number_of_parts_is_refused(max_parts, error):
 
 def test_large_sums_are_not_taken_in_parts(monkeypatch):
     """A second array for the sum would take what is saved."""
-    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
+    monkeypatch.setattr(config, "LEAST_NBYTES_OF_CHUNK", 1)
 
     def loss(w, x):
         return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))

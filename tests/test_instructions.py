@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from packaging.version import Version
 
+from dafjax import config
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule import parts
 from dafjax._schedule.instructions import Barrier, Chunked, Join, Late, Unpack, listing
 from dafjax._schedule.lower import lower
 from dafjax._schedule.schedule import schedule_backward
@@ -27,9 +27,9 @@ GOLDEN = pathlib.Path(__file__).parent / "golden" / "schedule_mlp.txt"
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", 1)
-    monkeypatch.setattr(parts, "_LEAST_NBYTES_APART", 1)
-    monkeypatch.setattr(parts, "_LEAST_SHARE", 0)
+    monkeypatch.setattr(config, "LEAST_NBYTES_OF_CHUNK", 1)
+    monkeypatch.setattr(config, "LEAST_NBYTES_UNROLLED", 1)
+    monkeypatch.setattr(config, "LEAST_SHARE_OF_LARGEST", 0)
 
 
 def mlp_loss(weights, x):

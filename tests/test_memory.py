@@ -13,9 +13,9 @@ import dafjax
 from benchmarks.methods import compress, save_all
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.training import Workload
-from dafjax import _remat_compress
+from dafjax import _remat_compress, config
 from dafjax._plan import planner
-from dafjax._schedule import chunks, parts, schedule, stretches
+from dafjax._schedule import chunks, schedule, stretches
 from dafjax._schedule.schedule import _Builder
 from dafjax._schedule.ties import Ties
 from dafjax.codecs import Affine
@@ -216,7 +216,7 @@ def test_probabilities_and_their_cotangents_do_not_wait_for_each_other(
 def test_a_cotangent_does_not_wait_beside_what_is_made_of_it(monkeypatch):
     """A stretch begins before that is made, not where the exponentials are read."""
     early = attention_nbytes(bits=2)
-    monkeypatch.setattr(schedule, "_FAR_LESS", math.inf)
+    monkeypatch.setattr(config, "FAR_FEWER_BYTES", math.inf)
     assert attention_nbytes(bits=2) > early + 0.7 * 4 * MIB
 
 
@@ -258,8 +258,8 @@ def resnet_nbytes(bits=None, whole=False, **ties):
         set_ties(monkeypatch, **ties)
         if whole:
             monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
-        least = parts._LEAST_NBYTES_OF_PART // 8
-        monkeypatch.setattr(parts, "_LEAST_NBYTES_OF_PART", least)
+        least = config.LEAST_NBYTES_OF_CHUNK // 8
+        monkeypatch.setattr(config, "LEAST_NBYTES_OF_CHUNK", least)
         return workload.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -331,7 +331,7 @@ def test_a_mask_keeps_nothing_but_the_result_waiting(monkeypatch):
 @pytest.mark.slow
 def test_what_goes_through_ties_is_not_computed_in_place(monkeypatch):
     """Cotangents that products gave are only waited for; here, where all has parts."""
-    monkeypatch.setattr(parts, "_LEAST_SHARE", 0)
+    monkeypatch.setattr(config, "LEAST_SHARE_OF_LARGEST", 0)
     waited, tied = (
         resnet_nbytes.__wrapped__(bits=2, in_place=in_place)
         for in_place in (True, False)

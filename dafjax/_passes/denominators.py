@@ -16,13 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dafjax import config
 from dafjax._trace.equation import Constant, Equation, call_equation
 from dafjax._trace.graph import live_equations
 from dafjax._trace.residuals import Program, Recipe
-
-
-# A sum of this many terms has hardly any noise of a single one.
-_MANY = 16
 
 
 def note_denominators(program: Program) -> Program:
@@ -41,7 +38,7 @@ def note_denominators(program: Program) -> Program:
             continue
         (operand,), (total,) = eqn.input_values, eqn.outputs
         is_sum_of_many = (
-            program.avals[operand].size >= _MANY * program.avals[total].size
+            program.avals[operand].size >= config.MANY_TERMS * program.avals[total].size
         )
         if is_sum_of_many and _only_divides(total, equations):
             codes = _sum_of_codes(program, eqn)

@@ -20,7 +20,7 @@ from dafjax.policies import AbstractPolicy
 @final
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What passes know of a program beside its equations.
+    """Facts that passes need beside the equations of a program.
 
     Attributes:
         policy: The policy. (Some passes ask it before they change the program.)
@@ -39,8 +39,8 @@ class Pass:
     """A rewrite of programs.
 
     Attributes:
-        name: Its name, by which users switch it off.
-        reason: What it is good for.
+        name: Users switch it off by this name.
+        reason: Its use, in a sentence.
         run: The rewrite.
     """
 

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 
+from dafjax import config
 from dafjax._trace.equation import Constant, Equation, call_equation
 from dafjax._trace.operation import operations_of
 from dafjax._trace.residuals import Program, Recipe
@@ -44,10 +45,6 @@ from dafjax._trace.tracing import names_of_place
 from dafjax.codecs import Bitmask
 from dafjax.policies import AbstractPolicy, Compress, Residual, is_inexact
 
-
-# The program has a line for each place in a window, so larger windows would make it too
-# long. For larger windows, JAX's search stays.
-_MOST_PLACES = 64
 
 # For each comparison that keeps the element found before, the pooling that uses it.
 _POOLINGS = {"ge": "reduce_window_max", "le": "reduce_window_min"}
@@ -213,7 +210,7 @@ def find_poolings(program: Program, activations: Container[int]) -> tuple[Poolin
         windows = _windows(
             program, operand, eqn, _POOLINGS[eqn.params["select_prim"].name]
         )
-        if windows.num_bits > 0 and math.prod(windows.lengths) <= _MOST_PLACES:
+        if windows.num_bits > 0 and math.prod(windows.lengths) <= config.MOST_PLACES:
             pooled = program.avals[cotangent].shape
             places = jax.ShapeDtypeStruct((windows.num_bits, *pooled), jnp.bool_)
             value = len(program.avals) + len(found)

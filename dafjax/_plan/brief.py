@@ -10,16 +10,11 @@ Anywhere else they would cost their bytes.
 import itertools
 from collections.abc import Iterable, Iterator
 
+from dafjax import config
 from dafjax._plan.plan import ProgramPlan
 from dafjax._trace.equation import values_of
 from dafjax._trace.graph import live_equations
 from dafjax._trace.tracing import largest_nbytes
-
-
-# Limit, as a fraction of the largest value, on every value made while short-lived
-# residuals are stored, and on the total size of these residuals. (At its peak, a step
-# holds about three values of the largest size.)
-_FAR_LESS = 1 / 2
 
 
 def find_brief(plan: ProgramPlan) -> frozenset[int]:
@@ -49,7 +44,7 @@ def find_brief(plan: ProgramPlan) -> frozenset[int]:
     largest = max(
         (program.nbytes(v) for eqn in expensive for v in eqn.outputs), default=0
     )
-    most = int(largest * _FAR_LESS)
+    most = int(largest * config.SHORT_LIVED)
     made = {v for v in results if v >= program.num_arguments}
     if sum(map(program.nbytes, made)) > most:
         return frozenset()

@@ -6,6 +6,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
+from dafjax import config
 from dafjax._plan.steering import find_steering
 from dafjax._trace.bodies import reads_packed
 from dafjax._trace.equation import Equation
@@ -225,7 +226,7 @@ class _Decider:
         if value not in self._drawn:
             return 0
         size = self._program.avals[value].size
-        return size * _PRODUCTS_OF_DRAW / self._most_products
+        return size * config.PRODUCTS_OF_DRAW / self._most_products
 
 
 def _read_exactly(program: Program) -> set[int]:
@@ -241,12 +242,6 @@ def _read_exactly(program: Program) -> set[int]:
     return exact
 
 
-# The time to draw one number, in multiplications of a matrix product. (On two cores
-# with AVX2, a normal number takes 13 ns. A multiplication takes 0.1 to 0.024 ns in
-# products of matrices of width 256 to 1024.)
-_PRODUCTS_OF_DRAW = 200
-
-
 def applies(recipe: Recipe, decisions: Mapping[int, Decision]) -> bool:
     """Returns whether the values that a recipe needs are stored as it needs them."""
     decision = decisions.get(recipe.needs, Recompute())
@@ -258,7 +253,7 @@ def applies(recipe: Recipe, decisions: Mapping[int, Decision]) -> bool:
 def _recomputation(
     program: Program, eqn: Equation, decisions: Container[int]
 ) -> Equation:
-    """Returns the recipe of an equation's result, if what it reads is decided about."""
+    """Returns the recipe of a result, once all values that it reads are decided."""
     recipes = (program.recipes[v] for v in eqn.outputs if v in program.recipes)
     for recipe in recipes:
         if all(value in decisions for value in recipe.equation.input_values):

@@ -16,6 +16,7 @@ from typing import TypeAlias, final
 
 import numpy as np
 
+from dafjax import config
 from dafjax._trace.equation import Equation
 from dafjax._trace.residuals import Program
 
@@ -25,9 +26,6 @@ _Factor: TypeAlias = tuple[int, bool]
 _Axes: TypeAlias = tuple[tuple[_Factor, ...], ...]
 # A value, and some of its axes.
 _Reduction: TypeAlias = tuple[int, tuple[int, ...]]
-
-# For fewer elements, a scale of one byte would cost more than 1 bit per element.
-_FEWEST = 8
 
 
 @final
@@ -62,7 +60,7 @@ class Extent:
     @property
     def is_worth_a_scale(self) -> bool:
         """Whether a scale costs little beside the codes of so many elements."""
-        return self.size >= _FEWEST
+        return self.size >= config.FEWEST_PER_SCALE
 
     @property
     def kept_strides(self) -> Iterable[tuple[int, int]]:

@@ -14,15 +14,11 @@ import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import final
 
+from dafjax import config
 from dafjax._bits import Use
 from dafjax._trace.equation import Atom, Equation
 from dafjax._trace.residuals import Program
 from dafjax._trace.rules import Combines, Error
-
-
-# A sum over this many elements has hardly any noise of a single one. (For a norm over
-# 48 channels, one of them large, the mean of 16 gradients was off by 0.9 of the norm.)
-_MANY = 64
 
 
 def find_uses(
@@ -52,7 +48,7 @@ def find_uses(
         if not eqn.rule.is_product:
             size = max(eqn.operand_sizes, default=0)
             for value in eqn.outputs:
-                if program.avals[value].size * _MANY > size:
+                if program.avals[value].size * config.MANY_SHARING > size:
                     follower.noise[value] = noise
     return follower.uses
 

@@ -90,7 +90,7 @@ class _Draft:
         activations: The arguments that the caller does not keep alive.
         residuals: The residuals.
         packed: The values that bodies of loops and branches have packed.
-        decisions: What the policy decided.
+        decisions: The policy's decisions.
         names: The names of each value.
         kept: The values to save.
         arguments: The arguments that the backward pass reads.
@@ -167,7 +167,7 @@ def _choose(
 
 
 def _shrink(draft: _Draft) -> None:
-    """Saves parts of a value in its place if its readers need no more."""
+    """Saves parts of a value in its place if that is enough for its readers."""
     for value in sorted(draft.kept - draft.packed):
         parts = _parts_read(draft.program, value, draft.recomputed, draft.residuals)
         if parts != {value}:
@@ -185,7 +185,7 @@ def _give_bits(draft: _Draft, bits: Bits, nbits_beside: int | None) -> dict[int,
         draft: The plan.
         bits: The user's bits.
         nbits_beside: The bits that loops in other programs store; `None` if small
-            residuals get no more bits than others.
+            residuals get the same bits as others.
     """
     uses = find_uses(draft.program, draft.recomputed, draft.inexact)
     names, decisions = draft.names, draft.decisions
@@ -231,7 +231,7 @@ def _normalize(draft: _Draft) -> None:
 def _finish(
     draft: _Draft, uses: Mapping[int, Use], function: str | None
 ) -> ProgramPlan:
-    """Chooses codecs and drops what the plan does not need of the forward pass."""
+    """Chooses codecs, and drops equations of the forward pass that nothing reads."""
     channels = find_channels(draft.program, draft.activations)
     # Dithered rounding can leave the range of the values, and a pole may be there.
     one_sided = find_one_sided(draft.program)

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import jax.numpy as jnp
 
+from dafjax import config
 from dafjax._trace.bodies import alive_values, has_bodies
 from dafjax._trace.equation import (
     Atom,
@@ -26,18 +27,6 @@ from dafjax._trace.equation import (
 from dafjax._trace.graph import Graph, flatten, live_equations
 from dafjax._trace.residuals import trace_like
 from dafjax._trace.tracing import ClosedJaxpr
-
-
-# Values up to this size do not prevent a cut and are no reason to recompute anything.
-_SMALL_NBYTES = 16 * 1024
-
-# Bits per element of values stored between segments.
-_BETWEEN_BITS = 8
-# About the bits per element of residuals within a segment: 2 for most, 4 for some.
-_WITHIN_BITS = 3
-
-# The number of places that are tried for the first cut.
-_MOST_FIRSTS = 16
 
 
 @final
@@ -131,7 +120,7 @@ def _find_cuts(
     last_use.update(dict.fromkeys(values_of(graph.outputs), len(equations)))
 
     def waits(value: int, now: int) -> bool:
-        is_large = _nbytes(graph, value) > _SMALL_NBYTES
+        is_large = _nbytes(graph, value) > config.SMALL_NBYTES
         return is_large and value not in alive and last_use.get(value, -1) > now
 
     waiting = {v for v in range(graph.num_inputs) if waits(v, -1)}
@@ -192,10 +181,10 @@ def _choose(
         within = [sums[end] - sums[start] for start, end in bounds]
         always = within.pop(0) if starts_from_arguments else 0
         most = max(within, default=0)
-        return between * _BETWEEN_BITS + (always + most) * _WITHIN_BITS
+        return between * config.BETWEEN_BITS + (always + most) * config.WITHIN_BITS
 
     possible = sorted(cuts)
-    firsts = possible[:_MOST_FIRSTS] if starts_from_arguments else []
+    firsts = possible[: config.MOST_FIRST_CUTS] if starts_from_arguments else []
     plans = {
         tuple(_cuts_of_at_most(sums[-1] / number, first, possible, sums))
         for number in range(1, len(cuts) + 2)
@@ -246,7 +235,7 @@ def _segment(
         outputs=tuple(outputs),
         activations=tuple(n for n, v in enumerate(inputs) if v not in alive),
         may_repeat=all(eqn.may_repeat for eqn in equations),
-        ends=all(_nbytes(graph, v) <= _SMALL_NBYTES for v in outputs),
+        ends=all(_nbytes(graph, v) <= config.SMALL_NBYTES for v in outputs),
         nbits_of_loops=_nbits_of_loops(graph, equations),
     )
 
@@ -258,7 +247,7 @@ def _nbits_of_loops(graph: Graph, equations: Sequence[Equation]) -> int:
             _, num_carry = scan_arity(eqn)
             carried = (v for v in eqn.outputs[:num_carry] if _is_floating(graph, v))
             elements += eqn.params["length"] * sum(graph.avals[v].size for v in carried)
-    return elements * _BETWEEN_BITS
+    return elements * config.BETWEEN_BITS
 
 
 def _is_floating(graph: Graph, value: int) -> bool:

@@ -11,12 +11,8 @@ take 1.6 % of the bits. Twice the bits remove all but a 25th of that variance.)
 import itertools
 from collections.abc import Mapping
 
+from dafjax import config
 from dafjax._bits import TWICE
-
-
-# The extra bits for small residuals, at most, as a fraction of all bits: of codes and
-# of values stored beside them.
-_SPARE = 1 / 32
 
 
 def with_spare_bits(
@@ -36,7 +32,9 @@ def with_spare_bits(
     Returns:
         The bits of all residuals.
     """
-    most = _SPARE * (beside + sum(sizes[value] * b for value, b in bits.items()))
+    most = config.SPARE_BITS * (
+        beside + sum(sizes[value] * b for value, b in bits.items())
+    )
     found = dict(bits)
     spent = 0
     by_size = sorted(bits, key=lambda value: sizes[value])

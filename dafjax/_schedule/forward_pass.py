@@ -7,6 +7,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
+from dafjax import config
 from dafjax._native import hold, pin, pin_late, tie
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.column_sums import find_column_sums
@@ -282,12 +283,9 @@ def _read_late(plan: ProgramPlan, equation: Equation) -> Collection[Atom]:
     program = plan.program
     read = sum(program.nbytes(v) for v in equation.input_values)
     made = sum(program.nbytes(v) for v in equation.outputs)
-    if read < _LITTLE_NBYTES < made:
+    if read < config.LITTLE_NBYTES < made:
         return equation.inputs
     late = set(plan.slices.intersection(equation.input_values))
     if equation.rule.is_copied_before:
         late.update(v for v in equation.input_values if v < program.num_arguments)
     return [v for v in late if program.is_large(v)]
-
-
-_LITTLE_NBYTES = 1024

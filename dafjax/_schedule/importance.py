@@ -30,6 +30,7 @@ The rank correlation with the variance measured with one compressed residual at 
 from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
+from dafjax import config
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.moments import Moments
 from dafjax._schedule.signals import ONE, Signals
@@ -38,9 +39,6 @@ from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.rules import Combines
 from dafjax._typing import Array
 
-
-# A value is a statistic of an operand that has more than this many times its elements.
-_MANY = 16
 
 _SAME = Weight()
 
@@ -95,7 +93,7 @@ def _noisy_values(
         operands = tuple(
             v
             for v in dict.fromkeys(plan.recomputed[value].input_values)
-            if v in noisy and signals.size(v) <= _MANY * signals.size(value)
+            if v in noisy and signals.size(v) <= config.MANY_TERMS * signals.size(value)
         )
         if operands:
             noisy[value] = operands
@@ -199,7 +197,7 @@ def _is_sum_of_large(eqn: Equation, value: int, signals: Signals) -> bool:
     if eqn.rule.combines is not Combines.ADD or len(eqn.input_values) == 1:
         return False
     sizes = map(signals.size, eqn.input_values)
-    return all(size * _MANY >= signals.size(value) for size in sizes)
+    return all(size * config.MANY_TERMS >= signals.size(value) for size in sizes)
 
 
 def _collect_costs(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dafjax import config
 from dafjax._sampling import num_rows, sample_elements, with_auto_axes
 from dafjax._typing import Array
 
@@ -56,16 +57,16 @@ def sample_rows(x: Array, num_parts: int = 1) -> RowMeans:
     """
     if x.size == 0:
         return RowMeans(*jnp.zeros((3, 1), jnp.float32))
-    most = max(1, _NUM_ELEMENTS // num_parts)
+    most = max(1, config.SAMPLED_ELEMENTS // num_parts)
     return with_auto_axes(lambda x: _means_of_rows(x, most), x)
 
 
 # Traced once for all values of one shape.
 @functools.partial(jax.jit, static_argnames="most")
 def _means_of_rows(x: Array, most: int) -> RowMeans:
-    sample = _real(sample_elements(x, most, _LONGEST_ROW))
+    sample = _real(sample_elements(x, most, config.LONGEST_ROW))
     (count,) = sample.shape
-    rows = num_rows(count, _LONGEST_ROW)
+    rows = num_rows(count, config.LONGEST_ROW)
     length = -(-count // rows)
     # Dividing after the sums would need another kernel.
     share: Any = 1 / length
@@ -88,15 +89,6 @@ def _means_of_rows(x: Array, most: int) -> RowMeans:
 
 def _add(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
     return list(map(jnp.add, xs, ys))
-
-
-# With half as many samples, the gradient of a ResNet-18 early in training has 3 times
-# the variance that it could have.
-_NUM_ELEMENTS = 1 << 15
-
-# If the first of n elements is far from all others, the sequential sum of squares has a
-# relative error of n * eps, and the variance is only 1 / n of that sum.
-_LONGEST_ROW = 1024
 
 
 def moments_of_rows(samples: Sequence[Sequence[RowMeans]]) -> Moments:
@@ -155,7 +147,7 @@ def sample_energy(arrays: Sequence[Array]) -> Array:
     """
     if not arrays:
         return jnp.float32(0)
-    measure = functools.partial(_energies_of_rows, most=_NUM_ELEMENTS)
+    measure = functools.partial(_energies_of_rows, most=config.SAMPLED_ELEMENTS)
     rows = [with_auto_axes(measure, x) for x in arrays]
     return jnp.sum(jnp.concatenate(rows))
 
@@ -163,9 +155,9 @@ def sample_energy(arrays: Sequence[Array]) -> Array:
 @functools.partial(jax.jit, static_argnames="most")
 def _energies_of_rows(x: Array, most: int) -> Array:
     """Returns partial sums of the squares of all elements, estimated from a sample."""
-    sample = _real(sample_elements(x, most, _LONGEST_ROW))
+    sample = _real(sample_elements(x, most, config.LONGEST_ROW))
     (count,) = sample.shape
-    rows = num_rows(count, _LONGEST_ROW)
+    rows = num_rows(count, config.LONGEST_ROW)
     squares = x.size / count * sample * sample
     missing = -count % rows
     if missing:

@@ -9,38 +9,10 @@ from typing import Any, final
 import jax
 from jax.sharding import AxisType
 
+from dafjax import config
 from dafjax._schedule.rows import Rows
 from dafjax._typing import Like
 from dafjax.codecs import AbstractCodec
-
-
-# Minimum bytes of an array per chunk, in a chunk loop and unrolled. Smaller chunks are
-# slower, and chunking saves little because the whole is small. Unrolled chunks are
-# separate kernels, each of which costs some microseconds.
-_LEAST_NBYTES_OF_PART = 1 << 20
-_LEAST_NBYTES_APART = 8 << 20
-
-# Unrolled chunks cost launches, and a loop over eight takes hardly less memory (below).
-_MOST_APART = 4
-
-# Default maximum of chunks: in chunk loops; unrolled, with decoding fused into its
-# consumers; unrolled, if custom calls decode.
-# With fused decoding the backward pass has as many large live arrays as the forward
-# pass, mostly three. So chunks on GPUs cost launches and save next to nothing: with two
-# chunks the memory of only two of 17 H200 programs changed by 0.5 % or more: 60 instead
-# of 72 MB, where XLA's heap came out worse, and 88 instead of 76 MB.
-# If custom calls decode, as from a page pool, four chunks save memory: a ResNet-18 with
-# 256 images takes 213 MB, with two chunks 245 MB, unchunked 277 MB. A loop over eight
-# chunks takes 210 MB, but 1643 kernels instead of 695.
-_USUAL_IN_LOOPS = 8
-_USUAL_APART = 1
-_USUAL_APART_OF_CALLS = 4
-
-# Minimum size of a stage's largest residual, as a fraction of the program's largest. A
-# stage takes about five times its largest residual unchunked, and about three times
-# chunked. So chunking a stage below this fraction saves little (up to 3 %, if many
-# codes are still live), and on GPUs each chunk costs many launches.
-_LEAST_SHARE = 0.6
 
 
 @final
@@ -80,7 +52,7 @@ class Parts:
                 return rows
             return Rows(1, is_interleaved=False)
         largest = max((self.likes[v] for v in values), key=_nbytes)
-        if _nbytes(largest) >= _LEAST_SHARE * self._largest_nbytes:
+        if _nbytes(largest) >= config.LEAST_SHARE_OF_LARGEST * self._largest_nbytes:
             # Devices do not share arrays that are read in unrolled chunks.
             is_interleaved = not self.are_apart and all(
                 self.codecs[v].packs_rows(self.likes[v]) for v in values
@@ -100,7 +72,11 @@ class Parts:
         # do not share residuals in a page pool.
         if _gpus_may_share() and not self._calls_unpack:
             return iter(())
-        return _counts(like, min(self.most, _MOST_APART), least=_LEAST_NBYTES_APART)
+        return _counts(
+            like,
+            min(self.most, config.MOST_UNROLLED),
+            least=config.LEAST_NBYTES_UNROLLED,
+        )
 
     @functools.cached_property
     def _calls_unpack(self) -> bool:
@@ -121,7 +97,7 @@ class Parts:
 
 def usual_parts() -> int:
     """Returns the default maximum number of chunks of a chunk loop."""
-    return _USUAL_IN_LOOPS
+    return config.CHUNKS_IN_LOOPS
 
 
 def usual_parts_apart(codecs: Iterable[AbstractCodec]) -> int:
@@ -130,7 +106,11 @@ def usual_parts_apart(codecs: Iterable[AbstractCodec]) -> int:
     Args:
         codecs: The codecs of the residuals.
     """
-    return _USUAL_APART_OF_CALLS if _calls_unpack(codecs) else _USUAL_APART
+    return (
+        config.CHUNKS_UNROLLED_OF_CALLS
+        if _calls_unpack(codecs)
+        else config.CHUNKS_UNROLLED
+    )
 
 
 def most_parts(like: Like, most: int, *, serves_gpus: bool = False) -> int:
@@ -164,9 +144,11 @@ def _counts(
     """
     counts: Iterable[int] = range(most, 1, -1)
     if serves_gpus:
-        counts = sorted(counts, key=lambda n: (math.gcd(n, _MOST_APART), n))[::-1]
+        counts = sorted(counts, key=lambda n: (math.gcd(n, config.MOST_UNROLLED), n))[
+            ::-1
+        ]
     for count in counts:
-        if _can_have_parts(like, count, least or _LEAST_NBYTES_OF_PART):
+        if _can_have_parts(like, count, least or config.LEAST_NBYTES_OF_CHUNK):
             yield count
 
 

@@ -58,6 +58,7 @@ import dataclasses
 import itertools
 from collections.abc import Container, Iterable, Sequence
 
+from dafjax import config
 from dafjax._passes.finishing import finishing_equations
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.gradients import behind_last_reads
@@ -71,14 +72,6 @@ from dafjax._schedule.stretches import (
 )
 from dafjax._trace.equation import Atom, Equation, values_of
 from dafjax._trace.residuals import Program
-
-
-# An earlier beginning takes equations away from the previous stage, at whose end they
-# would be finished. So it must reduce the live bytes by this factor.
-_FAR_LESS = 1.5
-
-# A sum of two terms: before it, up to twice as many bytes are live as after it.
-_TERMS_OF_SUM = 2
 
 
 def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
@@ -284,9 +277,9 @@ class _Builder:
             if not self._compressed.isdisjoint(missing):
                 least = min(nbytes)
                 if self._are_apart:
-                    few = (n <= _TERMS_OF_SUM * least for n in nbytes)
+                    few = (n <= config.TERMS_OF_SUM * least for n in nbytes)
                     return now + list(few).index(True)
-                far_less = _FAR_LESS * least < nbytes[-1]
+                far_less = config.FAR_FEWER_BYTES * least < nbytes[-1]
                 return now + nbytes.index(least) if far_less else place
             if eqn is not None:
                 fresh.update(v for v in eqn.outputs if self._program.is_large(v))

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from dafjax import config
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.division import divide, read_in
 from dafjax._schedule.parts import Parts
@@ -78,7 +79,7 @@ def with_lasting_parts(
     """Returns the steps with chunk plans whose results stay chunked.
 
     Returns `None` if no results stay chunked, or if so many are concatenated that
-    chunks and whole arrays together save nothing: see `_LEAST_RESULTS_OF_JOINED`.
+    chunks and whole arrays together save nothing: see `config.LEAST_CHUNKED_RESULTS`.
 
     Args:
         plan: The program and its saved residuals.
@@ -91,13 +92,9 @@ def with_lasting_parts(
         sum(map(plan.program.nbytes, values))
         for values in (_results_in_parts(divisions), joined)
     )
-    if results <= _LEAST_RESULTS_OF_JOINED * wholes:
+    if results <= config.LEAST_CHUNKED_RESULTS * wholes:
         return None
     return _divided(stretches, divisions)
-
-
-# Results in chunks must have more than this many times the bytes that are concatenated.
-_LEAST_RESULTS_OF_JOINED = 4
 
 
 def _results_in_parts(divisions: Iterable[Division | None]) -> dict[int, Rows]:

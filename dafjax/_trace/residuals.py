@@ -9,12 +9,10 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from dafjax import config
 from dafjax._trace.equation import Atom, Equation, renumber, values_of
 from dafjax._trace.graph import flatten, is_array, live_equations
 from dafjax._trace.tracing import ClosedJaxpr, as_function, nbytes_of
-
-
-_SMALL_NBYTES = 16 * 1024
 
 
 @final
@@ -106,7 +104,7 @@ class Program:
 
     def is_large(self, value: int) -> bool:
         """Returns whether a value is so large that its lifetime matters."""
-        return self.nbytes(value) > _SMALL_NBYTES
+        return self.nbytes(value) > config.SMALL_NBYTES
 
     def residuals(self) -> tuple[int, ...]:
         """Returns the forward pass's values that the backward pass reads, in order."""

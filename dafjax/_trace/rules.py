@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
+from dafjax import config
+
 
 class Cost(enum.Enum):
-    """What it costs to run a primitive again."""
+    """The cost of running a primitive again."""
 
     # Little beside a matrix product of the same size.
     CHEAP = enum.auto()
@@ -25,7 +27,7 @@ class Cost(enum.Enum):
 
 
 class Error(enum.IntEnum):
-    """What a small error of an operand does to the result, the worse the larger."""
+    """The effect of a small operand error on the result; larger is worse."""
 
     # It stays small. The function has no pole, and no edge with an infinite slope.
     SMOOTH = 0
@@ -43,7 +45,7 @@ class Error(enum.IntEnum):
 
 
 class Operands(enum.Enum):
-    """In which operands a primitive is linear while the others are fixed."""
+    """The operands in which a primitive is linear while the others are fixed."""
 
     NONE = enum.auto()
     ALL = enum.auto()
@@ -58,7 +60,7 @@ class Operands(enum.Enum):
 
 
 class Elements(enum.Flag):
-    """How the elements of a result relate to those of the operands."""
+    """How elements of a result relate to elements of the operands."""
 
     # In any way, as in a sum over an axis.
     MIXED = 0
@@ -77,7 +79,7 @@ class Elements(enum.Flag):
     JOINED = enum.auto()
     # They are some elements of the first operand: a part cut out of it.
     SLICED = enum.auto()
-    # They are some elements of the first operand: as the others, indices, say.
+    # They are some elements of the first operand, chosen by indices.
     LOOKED_UP = enum.auto()
     # They are elements of the operands, in another way than the above.
     MOVED = enum.auto()
@@ -90,7 +92,7 @@ class Ends(enum.Enum):
     # Yes: they are at their least or greatest value; some may be a thousand times
     # farther away. (A logistic function reaches its bounds for large operands only.)
     YES = enum.auto()
-    # If those of all operands do.
+    # If elements of all operands do.
     AS_OPERANDS = enum.auto()
 
 
@@ -112,21 +114,22 @@ class OpRule:
     """What dafjax knows of a primitive.
 
     Attributes:
-        cost: What it costs to run it again.
-        error: What a small error of an operand does.
-        linear_in: The operands in which it is linear. A product is linear in each of
-            its operands, as long as the other one does not depend on it.
-        elements: How elements of the result relate to those of the operands.
+        cost: The cost of running it again.
+        error: The effect of a small operand error.
+        linear_in: The operands that enter linearly. A product is linear in each
+            operand, as long as the other one does not depend on it.
+        elements: How elements of the result relate to elements of the operands.
         ends: Whether many elements of the result lie at an end of its range.
         combines: Its arithmetic.
         complex_error: `error` for complex numbers, if it is another.
         limit: The magnitude of an operand beyond which a result is constant, to the
             last bit of a float32.
         is_copied_before: Whether XLA copies the operands into another layout first.
-        reads_rows: Given its parameters, and which operands have as many rows (indices
-            of the first axis) as the results: of which operands row i of a result needs
-            row i alone. It needs the others whole. `None`: it needs more than that.
-            Elementwise primitives need no such rule.
+        reads_rows: A rule for chunks of the batch. It takes the parameters, and for
+            each operand whether it has as many rows (indices of the first axis) as the
+            results. It returns for each operand whether row i of a result reads row i
+            alone; a result may read the others whole. It returns `None` if a result
+            reads more than that. Elementwise primitives need no such rule.
         sums_rows: Given its parameters, whether it sums over the rows of all operands.
     """
 
@@ -164,7 +167,7 @@ class OpRule:
 
     @property
     def keeps_magnitudes(self) -> bool:
-        """Whether elements are moved, repeated, converted or negated, and no more."""
+        """Whether elements are only moved, repeated, converted or negated."""
         return bool(self.elements & (Elements.COPIED | Elements.NEGATED))
 
     @property
@@ -194,11 +197,11 @@ class OpRule:
 
     @property
     def looks_up(self) -> bool:
-        """Whether the result is elements of the first operand, as indices say."""
+        """Whether indices choose the result's elements from the first operand."""
         return Elements.LOOKED_UP in self.elements
 
     def error_of(self, *, is_complex: bool) -> Error:
-        """Returns what a small error of an operand does, of complex numbers or not."""
+        """Returns the effect of a small error, for complex or for real numbers."""
         complex_error = self.complex_error if is_complex else None
         return self.error if complex_error is None else complex_error
 
@@ -216,7 +219,7 @@ class OpRule:
         """Returns whether many elements of the result lie at an end of its range.
 
         Args:
-            operands_do: Whether those of all its operands do.
+            operands_do: Whether elements of all its operands do.
         """
         return self.ends is Ends.YES or (operands_do and self.ends is Ends.AS_OPERANDS)
 
@@ -239,7 +242,7 @@ def is_much_smaller(num_elements: int, than: int) -> bool:
     Such is a statistic beside the array that it describes, even if that is a group of 8
     channels: the number that a norm divides by must be exact.
     """
-    return num_elements * 8 <= than
+    return num_elements * config.STATISTIC_OF <= than
 
 
 def _rows_of_first(keeps: Callable[[Params], bool]) -> RowRule:
@@ -582,5 +585,5 @@ WITHOUT_ROW = frozenset(
 
 
 def rule_of(primitive: str) -> OpRule:
-    """Returns the row of a primitive; that of the unknown, if it has none."""
+    """Returns the row of a primitive, or the row of unknown primitives."""
     return OPS.get(primitive, _UNKNOWN)

@@ -8,13 +8,9 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
+from dafjax import config
 from dafjax._native._layout import TILE, folded_width, num_tiles
 from dafjax._typing import Array, Like
-
-
-# A row is padded to whole tiles. If padding adds more than this share, several rows are
-# joined.
-_MOST_PADDING = 1 / 8
 
 
 # The most rows that are joined: enough to fill tiles well. A longer search costs time.
@@ -33,7 +29,7 @@ def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
         for together in range(1, min(count, _MOST_TOGETHER + 1)):
             length = together * size
             padded = num_tiles(length) * TILE
-            if count % together == 0 and padded <= length * (1 + _MOST_PADDING):
+            if count % together == 0 and padded <= length * (1 + config.MOST_PADDING):
                 return count // together, length
     return (math.prod(shape),)
 
