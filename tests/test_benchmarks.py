@@ -29,6 +29,7 @@ from benchmarks import (
     minimum_cut,
     naive_codec,
     nonlinear_minima,
+    passes,
     peak_rss,
     plan_bytes,
     pool_budget,
@@ -748,6 +749,18 @@ def test_accuracies_are_compared_seed_by_seed(tmp_path):
     pair = accuracy._pair(runs, "final_loss", "adaptive", "fixed")
     assert pair["mean"] == pytest.approx(-0.4)
     assert pair["standard_error"] == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+def test_without_a_pass_its_worth_is_missing(tmp_path):
+    out, page = tmp_path / "passes.json", tmp_path / "passes.md"
+    arguments = ["--workloads", "pooled_sines", "--seeds", "1", "--rounds", "1"]
+    passes.main([*arguments, "--out", str(out), "--page", str(page)])
+    records = json.loads(out.read_text())["records"]
+    temp = {record["without"]: record["temp_nbytes"] for record in records}
+    assert temp["argmax_pooling"] > 1.5 * temp[""]
+    assert temp["relu_mask"] == temp[""]
+    assert "| `argmax_pooling` | temp" in page.read_text()
 
 
 def test_uniform_bits_are_those_of_all_that_is_read():
