@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-import dafjax
 from dafjax._trace.by_rows import evaluate_on_rows, rows_read
 from dafjax._trace.equation import Equation
 from dafjax._trace.graph import flatten
@@ -98,18 +97,3 @@ def test_what_mixes_rows_is_not_run_on_chunks(name):
     eqn = _equation(_ACROSS_ROWS[name], jnp.ones((_NUM_ROWS, 4, 6)))
     assert eqn.primitive == name
     assert rows_read(eqn, _NUM_ROWS) is None or not any(rows_read(eqn, _NUM_ROWS))
-
-
-def test_a_gated_layer_takes_less_memory_than_without_compression(key):
-    """Its backward pass concatenates, and its rows are no whole tiles."""
-
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        a, gate = jnp.split(x @ w, 2, -1)
-        return jnp.mean((a * jax.nn.gelu(gate)) ** 2)
-
-    def temp(function: Callable[..., jax.Array]) -> int:
-        w, x = jnp.ones((160, 1280)), jnp.ones((2048, 160))
-        lowered = jax.jit(jax.value_and_grad(function)).lower(w, x)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
-
-    assert temp(dafjax.remat_compress(loss)) <= 0.95 * temp(loss)
