@@ -10,6 +10,7 @@ Examples:
 
 import dataclasses
 import functools
+import json
 import pathlib
 import statistics
 import time
@@ -104,6 +105,8 @@ class Options:
     """The file to write."""
     page: pathlib.Path = _PAGE
     """The page to write."""
+    measure: bool = True
+    """Whether to measure; else the page is written anew from `out`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -111,24 +114,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = tyro.cli(
         Options, args=arguments, description=__doc__, prog="python -m benchmarks.passes"
     )
-    environment = describe_environment()
     console = make_console()
-    records = []
-    for name in options.workloads:
-        records += measure(name, WORKLOADS[name](), options.seeds, options.rounds)
-        console.print(f"{name}: done", highlight=False)
-    result = {"options": dataclasses.asdict(options), "records": records}
-    write_result(options.out, environment, result)
-    rows = _rows(records, options.workloads)
+    if options.measure:
+        environment = describe_environment()
+        records = []
+        for name in options.workloads:
+            records += measure(name, WORKLOADS[name](), options.seeds, options.rounds)
+            console.print(f"{name}: done", highlight=False)
+        result = {"options": dataclasses.asdict(options), "records": records}
+        write_result(options.out, environment, result)
+    document = json.loads(options.out.read_text())
+    rows = _rows(document)
     console.print(
         make_table(
             "Temp, saved bytes, noise and time without a pass, over those with all",
             left=("pass",),
-            right=options.workloads,
+            right=_workloads(document),
             rows=rows,
         )
     )
-    options.page.write_text(_page(rows, options.workloads, environment["commit"]))
+    options.page.write_text(_page(rows, document))
 
 
 def measure(
@@ -200,15 +205,32 @@ def _leaves(gradient: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x, np.float64) for path, x in pairs}
 
 
-def _rows(records: Sequence[Record], workloads: Sequence[str]) -> list[list[str]]:
-    found = {(record["workload"], record["without"]): record for record in records}
+def _workloads(document: Record) -> list[str]:
+    return list(dict.fromkeys(record["workload"] for record in document["records"]))
+
+
+def _rows(document: Record) -> list[list[str]]:
+    found = {(r["workload"], r["without"]): r for r in document["records"]}
+    is_timed = _was_quiet(document["environment"])
     return [
-        [item.name, *(_cell(found[w, item.name], found[w, ""]) for w in workloads)]
+        [
+            item.name,
+            *(
+                _cell(found[w, item.name], found[w, ""], is_timed=is_timed)
+                for w in _workloads(document)
+            ),
+        ]
         for item in PASSES
     ]
 
 
-def _cell(record: Record, whole: Record) -> str:
+def _was_quiet(environment: Record) -> bool:
+    """Returns whether nothing else was using the machine, so that times hold."""
+    loads = environment["load_average"][0], environment["load_average_at_end"][0]
+    return max(loads) <= environment["usable_cores"]
+
+
+def _cell(record: Record, whole: Record, *, is_timed: bool) -> str:
     """Returns the ratios that differ by half a percent, and by 3 % for noise, time."""
     parts = []
     for name, key, least in (
@@ -219,8 +241,9 @@ def _cell(record: Record, whole: Record) -> str:
         ratio = record[key] / whole[key]
         if abs(ratio - 1) >= least:
             parts.append(f"{name} {ratio:.2f}")
-    if record["time"] is not None and abs(record["time"] - 1) >= _NOTICEABLE:
-        parts.append(f"time {record['time']:.2f}")
+    time_ratio = record["time"] if is_timed else None
+    if time_ratio is not None and abs(time_ratio - 1) >= _NOTICEABLE:
+        parts.append(f"time {time_ratio:.2f}")
     return ", ".join(parts) or "="
 
 
@@ -228,7 +251,9 @@ def _cell(record: Record, whole: Record) -> str:
 _NOTICEABLE = 0.05
 
 
-def _page(rows: Sequence[Sequence[str]], workloads: Sequence[str], commit: str) -> str:
+def _page(rows: Sequence[Sequence[str]], document: Record) -> str:
+    environment, workloads = document["environment"], _workloads(document)
+    times = "" if _was_quiet(environment) else _NO_TIMES
     reasons = {item.name: item.reason for item in PASSES}
     lines = [
         *_INTRODUCTION.splitlines(),
@@ -237,7 +262,8 @@ def _page(rows: Sequence[Sequence[str]], workloads: Sequence[str], commit: str) 
         "|---|---|",
         *(f"| `{row[0]}` | {reasons[row[0]]} |" for row in rows),
         "",
-        *_MEANING.format(commit=commit[:7]).splitlines(),
+        *_MEANING.format(commit=environment["commit"][:7]).splitlines(),
+        *times.splitlines(),
         "",
         f"| without | {' | '.join(workloads)} |",
         f"|{'---|' * (len(workloads) + 1)}",
@@ -259,6 +285,10 @@ over those with all passes, at 2 bits. *Temp* is temporary memory, *saved* the b
 all residuals, *noise* the 95th percentile over parameter arrays. `=`: less than 0.5 %
 (noise 3 %, time 5 %). `python -m benchmarks.passes` writes this page (commit {commit},
 CPU).
+"""
+
+_NO_TIMES = """
+Times are not shown: other programs were using the machine.
 """
 
 
