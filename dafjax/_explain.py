@@ -4,18 +4,13 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
-import jax
-
-from dafjax._bits_in_force import AS_PLANNED, putting_in_force
 from dafjax._nbytes import readable
 from dafjax._passes.pipeline import PASSES
 from dafjax._plan.plan import Kept, ProgramPlan
-from dafjax._plan.recorder import record_plans
+from dafjax._plan.recorder import record_gradient
 from dafjax._rules import Stages
 from dafjax._schedule.instructions import listing
-from dafjax._trace.equation import Atom, Constant, Equation
-from dafjax._trace.residuals import Program
-from dafjax._trace.tracing import trace
+from dafjax._trace.text import equation_text, program_lines, value_text
 
 
 Stage = Literal["program", "passes", "plan", "schedule"]
@@ -58,13 +53,7 @@ def explain(
             f"`explain(stage=...)` must be one of {get_args(Stage)}, but got {stage!r}."
         )
 
-    def differentiated(args: Any) -> Any:
-        _, pullback = jax.vjp(lambda args: fun(*args, **kwargs), args)
-        return pullback
-
-    leaves, structure = jax.tree.flatten(args)
-    with record_plans() as recorder, putting_in_force(AS_PLANNED):
-        trace(lambda *x: differentiated(jax.tree.unflatten(structure, x)), leaves)
+    recorder, _ = record_gradient(fun, args, kwargs)
     rules = list(dict.fromkeys(recorder.rules))
     if not rules:
         raise ValueError(
@@ -110,9 +99,9 @@ def _of_plan(stages: Stages) -> Iterator[str]:
     for item in plan.kept:
         yield f"save {_saved(plan, item)}"
     for value in plan.arguments:
-        yield f"read argument {_value(plan.program, value)}"
+        yield f"read argument {value_text(plan.program, value)}"
     for eqn in dict.fromkeys(plan.recomputed[v] for v in sorted(plan.recomputed)):
-        yield f"recompute {_equation(plan.program, eqn)}"
+        yield f"recompute {equation_text(plan.program, eqn)}"
 
 
 def _saved(plan: ProgramPlan, item: Kept) -> str:
@@ -121,7 +110,7 @@ def _saved(plan: ProgramPlan, item: Kept) -> str:
     if item.codec is not None:
         nbytes += f" of {readable(item.raw_nbytes)}"
     place = " ".join(filter(None, (item.name, item.primitive, item.source)))
-    return f"{_value(plan.program, item.value)}: {how}, {nbytes}  # {place}"
+    return f"{value_text(plan.program, item.value)}: {how}, {nbytes}  # {place}"
 
 
 def _of_schedule(stages: Stages) -> Iterator[str]:
@@ -134,38 +123,3 @@ _LINES: Mapping[str, Callable[[Stages], Iterator[str]]] = {
     "plan": _of_plan,
     "schedule": _of_schedule,
 }
-
-
-def program_lines(program: Program) -> Iterator[str]:
-    """Yields a program as text, a line for each equation."""
-    arguments = (_value(program, v) for v in range(program.num_arguments))
-    yield f"arguments {', '.join(arguments)}"
-    yield "forward"
-    yield from (f"  {_equation(program, eqn)}" for eqn in program.forward)
-    yield f"  results {' '.join(map(_atom, program.results))}"
-    cotangents = (_value(program, v) for v in program.cotangents)
-    yield f"backward of {', '.join(cotangents)}"
-    yield from (f"  {_equation(program, eqn)}" for eqn in program.backward)
-    yield f"  gradients {' '.join(map(_atom, program.gradients))}"
-    for recipe in program.recipes.values():
-        where = "in codes" if recipe.needs_codes else "saved"
-        equation = _equation(program, recipe.equation)
-        yield f"recipe {equation}, if %{recipe.needs} is {where}"
-
-
-def _equation(program: Program, eqn: Equation) -> str:
-    results = ", ".join(_value(program, v) for v in eqn.outputs)
-    operands = " ".join(map(_atom, eqn.operand_atoms))
-    place = " ".join(filter(None, (eqn.place, eqn.source)))
-    return f"{results} = {eqn.primitive} {operands}  # {place}".rstrip(" #")
-
-
-def _value(program: Program, value: int) -> str:
-    return f"%{value} {program.avals[value].str_short()}"
-
-
-def _atom(atom: Atom) -> str:
-    if not isinstance(atom, Constant):
-        return f"%{atom}"
-    shape = getattr(atom.value, "shape", ())
-    return str(atom.value) if shape == () else f"constant{list(shape)}"

@@ -11,13 +11,12 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from dafjax._bits_in_force import AS_PLANNED, putting_in_force
 from dafjax._nbytes import readable
 from dafjax._plan.plan import Kept, ProgramPlan
-from dafjax._plan.recorder import record_plans
+from dafjax._plan.recorder import record_gradient
 from dafjax._plan.sites import place_of
 from dafjax._table import align
-from dafjax._trace.tracing import count_calls, trace
+from dafjax._trace.tracing import count_calls
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import (
     AbstractPolicy,
@@ -171,17 +170,7 @@ def saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         >>> dafjax.saved_residuals(lambda w: f(w, x), w).stored_nbytes
         34304
     """
-
-    def differentiated(args: Any, kwargs: Any) -> Any:
-        _, pullback = jax.vjp(lambda args: fun(*args, **kwargs), args)
-        return pullback
-
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    with record_plans() as recorder, putting_in_force(AS_PLANNED):
-        closed, _, _ = trace(
-            lambda *leaves: differentiated(*jax.tree.unflatten(structure, leaves)),
-            leaves,
-        )
+    recorder, closed = record_gradient(fun, args, kwargs)
     calls = count_calls(closed)
     if not any(calls[name] for name in recorder.plans):
         raise ValueError(

@@ -109,3 +109,10 @@ def test_errors_name_the_argument_and_the_remedy():
 def test_passes_to_leave_out_are_checked(names, error, message):
     with pytest.raises(error, match=message):
         dafjax.remat_compress(jnp.sin, without_passes=names)
+
+
+def test_keyword_arguments_may_be_shapes(capsys):
+    wrapped = dafjax.remat_compress(lambda w, *, x: jnp.sum(jnp.tanh(x @ w) ** 2))
+    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (512, 64)))
+    dafjax.explain(wrapped, w, x=x)
+    assert "save %" in capsys.readouterr().out

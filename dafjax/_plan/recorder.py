@@ -3,10 +3,14 @@
 import contextlib
 import contextvars
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
+import jax
+
+from dafjax._bits_in_force import AS_PLANNED, putting_in_force
 from dafjax._plan.plan import ProgramPlan
+from dafjax._trace.tracing import ClosedJaxpr, trace
 
 
 @final
@@ -41,6 +45,33 @@ def record_plans() -> Iterator[PlanRecorder]:
         yield recorder
     finally:
         _RECORDER.reset(token)
+
+
+def record_gradient(
+    fun: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[PlanRecorder, ClosedJaxpr]:
+    """Traces a function that is differentiated by all positional arguments.
+
+    Args:
+        fun: The function.
+        args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The recorder, and the traced program.
+    """
+
+    def differentiated(args: Any, kwargs: Any) -> Any:
+        _, pullback = jax.vjp(lambda args: fun(*args, **kwargs), args)
+        return pullback
+
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    with record_plans() as recorder, putting_in_force(AS_PLANNED):
+        closed, _, _ = trace(
+            lambda *leaves: differentiated(*jax.tree.unflatten(structure, leaves)),
+            leaves,
+        )
+    return recorder, closed
 
 
 _RECORDER: contextvars.ContextVar[PlanRecorder | None] = contextvars.ContextVar(

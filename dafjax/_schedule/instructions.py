@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias, final
 
 import jax
-import numpy as np
 
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.steps import Division, Loop
-from dafjax._trace.equation import Atom, Constant, Equation
+from dafjax._trace.equation import Atom, Equation
 from dafjax._trace.residuals import Program
+from dafjax._trace.text import atoms_text, equation_text
 from dafjax.codecs import AbstractCodec
 
 
@@ -160,7 +160,7 @@ def listing(instructions: Iterable[Instruction], program: Program) -> str:
         instructions: The instructions.
         program: The program whose values they compute.
     """
-    last = f"return    {_names(program.gradients)}"
+    last = f"return    {atoms_text(program.gradients)}"
     return "\n".join([*_lines(instructions, program), last])
 
 
@@ -168,13 +168,10 @@ def _lines(
     instructions: Iterable[Instruction], program: Program, name: str = ""
 ) -> Iterator[str]:
     for item in instructions:
-        words = [
-            _text(field.name, getattr(item, field.name), program)
-            for field in dataclasses.fields(item)
-        ]
-        if isinstance(item, Run):
-            where = " ".join(filter(None, (item.equation.place, item.equation.source)))
-            words.append(where and f"# {where}")
+        names = [field.name for field in dataclasses.fields(item)]
+        # An equation ends with a comment.
+        names.sort(key=lambda field: field == "equation")
+        words = [_text(field, getattr(item, field), program) for field in names]
         first = f"{name or type(item).__name__.lower():8}"
         yield "  ".join([first, *filter(None, words)])
         if isinstance(item, Chunked):
@@ -189,10 +186,7 @@ def _text(field: str, x: Any, program: Program) -> str:
     """Returns a field of an instruction as text, empty if there is nothing to tell."""
     match x:
         case Equation():
-            outputs = ", ".join(
-                f"%{v} {program.avals[v].str_short()}" for v in x.outputs
-            )
-            return f"{outputs} = {x.primitive} {_names(x.operand_atoms)}"
+            return equation_text(program, x)
         case Division():
             kind = "unrolled chunks" if x.is_apart else "chunks"
             return f"{x.num_parts} {kind} of {x.num_rows_of_part} rows"
@@ -209,15 +203,5 @@ def _text(field: str, x: Any, program: Program) -> str:
         case str():
             return "" if x == "any" else x
         case tuple() if x and field != "body":
-            return f"{field} {_names(x)}"
+            return f"{field} {atoms_text(x)}"
     return ""
-
-
-def _names(atoms: Iterable[Atom | None]) -> str:
-    return " ".join(map(_name, atoms))
-
-
-def _name(atom: Atom | None) -> str:
-    if not isinstance(atom, Constant):
-        return "-" if atom is None else f"%{atom}"
-    return str(atom.value) if np.ndim(atom.value) == 0 else "constant"

@@ -90,20 +90,25 @@ def _delay_expansions(plan: ProgramPlan) -> list[Equation]:
     live across barriers in place of that.
     """
     program = plan.program
-    expanded = _expansions(plan)
-    gradients = set(values_of(program.gradients))
+    expanded = _expansions(plan).difference(values_of(program.gradients))
     ordered: list[Equation] = []
-    for eqn in reversed(program.backward):
-        place = len(ordered)
-        if expanded.issuperset(eqn.outputs) and gradients.isdisjoint(eqn.outputs):
-            readers = (
-                n
-                for n in range(len(ordered) - 1, -1, -1)
-                if not set(eqn.outputs).isdisjoint(ordered[n].input_values)
-            )
-            place = next(readers, place - 1) + 1
-        ordered.insert(place, eqn)
-    return ordered[::-1]
+    delayed: dict[int, Equation] = {}
+
+    def add(eqn: Equation) -> None:
+        # Values are numbered in program order; the last one comes first.
+        for value in sorted(eqn.input_values, reverse=True):
+            if value in delayed:
+                add(delayed[value])
+        for value in eqn.outputs:
+            delayed.pop(value, None)
+        ordered.append(eqn)
+
+    for eqn in program.backward:
+        if eqn.outputs and expanded.issuperset(eqn.outputs):
+            delayed.update(dict.fromkeys(eqn.outputs, eqn))
+        else:
+            add(eqn)
+    return ordered
 
 
 def _expansions(plan: ProgramPlan) -> set[int]:
