@@ -110,6 +110,28 @@ def test_gathers_are_seen_where_calls_are_not_divided(
     assert gathers_activations(step.as_text())
 
 
+@pytest.mark.parametrize("num_devices", [2, 1])
+def test_chunks_of_matrices_gather_no_activation(
+    num_devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their packed rows are several examples, so that chunks cannot be interleaved.
+
+    Where dafjax thinks that there is one device, two are seen to gather them.
+    """
+    monkeypatch.setattr(jax, "device_count", lambda: num_devices)
+
+    def layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean(jnp.square(x))
+
+    mesh = two_devices()
+    weights = [jax.device_put(jnp.ones((256, 256)), NamedSharding(mesh, P()))] * 2
+    x = jax.device_put(jnp.ones((8192, 256)), NamedSharding(mesh, P("data")))
+    step = jax.jit(jax.grad(dafjax.remat_compress(layers))).lower(weights, x).compile()
+    assert ("all-gather(" in step.as_text()) == (num_devices == 1)
+
+
 def temp_nbytes(compiled: jax.stages.Compiled) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 

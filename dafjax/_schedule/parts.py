@@ -57,6 +57,9 @@ class Parts:
             is_interleaved = not self.are_apart and all(
                 self.codecs[v].packs_rows(self.likes[v]) for v in values
             )
+            if not (self.are_apart or is_interleaved or self._are_on_one_device):
+                # A chunk of consecutive rows would be gathered from other devices.
+                return Rows(1, is_interleaved=False)
             for count in self._counts(largest):
                 rows = Rows(count, is_interleaved)
                 if self._can_be_divided(values, rows):
@@ -68,8 +71,7 @@ class Parts:
         if not self.are_apart:
             serves_gpus = self.serves_gpus and self._calls_unpack
             return _counts(like, self.most, serves_gpus=serves_gpus)
-        # If GPUs share the batch axis, each chunk's sums would need an all-reduce. They
-        # do not share residuals in a page pool.
+        # If GPUs share the batch axis, each chunk's sums would need an all-reduce.
         if _gpus_may_share() and not self._calls_unpack:
             return iter(())
         return _counts(
@@ -77,6 +79,11 @@ class Parts:
             min(self.most, config.MOST_UNROLLED),
             least=config.LEAST_NBYTES_UNROLLED,
         )
+
+    @property
+    def _are_on_one_device(self) -> bool:
+        """Whether no devices share residuals, as they never do in a page pool."""
+        return jax.device_count() == 1 or self._calls_unpack
 
     @functools.cached_property
     def _calls_unpack(self) -> bool:
