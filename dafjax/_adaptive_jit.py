@@ -109,7 +109,7 @@ def measure_variances(fun: Callable[..., Any], *args: Any) -> dict[str, float]:
 
     Returns:
         By the name of each residual, the variance of the gradient that its rounding
-        causes, with the bits of the first program.
+        causes at the bits that it has without a target.
     """
     step = AdaptiveJit(fun, 1, {})
     jax.block_until_ready(step(*args))
@@ -202,13 +202,14 @@ class AdaptiveJit:
     def take_variances(self) -> dict[str, float]:
         """Returns the variance that each residual adds to the gradient, and resets it.
 
-        The variances are measured since the last call, and keyed by residual name.
+        The variances are measured since the last call, and keyed by residual name. They
+        are those at the bits that residuals have without a target.
         """
         found: dict[str, float] = {}
         for program in self._programs.values():
             importances = program.ledger.take()["importances"]
             for site, fact in program.facts.items():
-                steps = 2 ** program.bits[site] - 1
+                steps = 2 ** program.demands[site].asked - 1
                 found[fact.name] = float(importances[site]) / steps**2
         return found
 

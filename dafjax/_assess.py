@@ -1,6 +1,7 @@
 """Measures the effect of compression on the gradient of a loss."""
 
 import dataclasses
+import functools
 import inspect
 import json
 import statistics
@@ -21,6 +22,7 @@ from dafjax._numbers import as_count
 from dafjax._plan.recorder import record_plans
 from dafjax._plan.sites import place_of, site_names
 from dafjax._remat_compress import remat_compress
+from dafjax._stand_in import standing_in
 from dafjax._table import align
 from dafjax._targets import AverageBits
 
@@ -181,7 +183,9 @@ def assess(
     default bits, and names the residuals that add it.
 
     Args:
-        loss: The loss, not wrapped: `loss(params, *batch)`, a scalar.
+        loss: The loss: `loss(params, *batch)`, a scalar. Where it is wrapped by
+            `remat_compress` already, or calls wrapped functions, the originals are run,
+            and the whole loss is wrapped anew with the options given here.
         params: The parameters, a pytree of arrays.
         *batch: The other arguments.
         bits: The settings to measure, each as `remat_compress` takes `bits`.
@@ -214,6 +218,7 @@ def assess(
     remedy = "One seed does not tell noise from bias."
     seeds = as_count("assess(seeds=...)", seeds, least=2, remedy=remedy)
     rounds = as_count("assess(rounds=...)", rounds, least=1)
+    loss = _unwrapped(loss)
     plain, batch, num_examples = _fitting(loss, params, batch, has_aux, memory)
     exact = _leaves(plain(params, *batch))
     compiled = {}
@@ -299,6 +304,17 @@ def _noise_of(products: np.ndarray) -> ArrayNoise:
         bias=float(np.sqrt(max(bias, 0.0))),
         bias_error=float(error),
     )
+
+
+def _unwrapped(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss that runs the originals of wrapped functions."""
+
+    @functools.wraps(loss)
+    def unwrapped(*args: Any) -> Any:
+        with standing_in(lambda original: original):
+            return loss(*args)
+
+    return unwrapped
 
 
 def _fitting(
@@ -387,7 +403,7 @@ def _noisiest(
     has_aux: bool,
     options: Mapping[str, Any],
 ) -> tuple[NoisyResidual, ...]:
-    """Returns the residuals that add most of the noise at 2 bits.
+    """Returns the residuals that add most of the noise at the default bits.
 
     Args:
         loss: The loss, as for `assess`.
@@ -410,7 +426,8 @@ def _noisiest(
         ]
         return loss(jax.tree.unflatten(structure, leaves), *batch)
 
-    wrapped = remat_compress(weighted, bits=AverageBits(2), **options)
+    # A target that every network meets. The bits that it measures with do not matter.
+    wrapped = remat_compress(weighted, bits=AverageBits(8), **options)
     gradient = _gradient(wrapped, has_aux)
     with record_plans() as recorder, putting_in_force(AS_PLANNED):
         jax.make_jaxpr(gradient)(params, *batch)

@@ -31,6 +31,27 @@ def test_fewer_bits_have_more_noise_and_less_memory(found):
     assert set(most.arrays) == {"['first']", "['second']"}
 
 
+def test_a_wrapped_loss_is_compared_with_the_original(found):
+    wrapped = dafjax.remat_compress(loss)
+    again = dafjax.assess(wrapped, W, X, bits=(8, 2), rounds=1, seeds=4)
+    assert again.plain_temp_nbytes == found.plain_temp_nbytes
+    for one, other in zip(again.settings, found.settings, strict=True):
+        assert one.arrays == other.arrays
+        assert one.temp_nbytes == other.temp_nbytes
+    assert again.residuals == found.residuals
+
+
+def test_a_network_whose_residuals_need_more_than_the_default_bits():
+    """Queries and keys of long sequences have 8 bits: an average of 2 is too few."""
+
+    def attention_loss(w, x):
+        scores = (x @ w["first"]) @ (x @ w["second"]).T / 8
+        return jnp.mean(jax.nn.softmax(scores)[:, ::2] ** 2)
+
+    found = dafjax.assess(attention_loss, W, X, bits=(2,), rounds=1, seeds=2)
+    assert sum(r.share for r in found.residuals) == pytest.approx(1)
+
+
 def test_residuals_have_shares_and_source_lines(found):
     assert sum(r.share for r in found.residuals) == pytest.approx(1)
     assert any("test_assess.py" in r.source for r in found.residuals)

@@ -5,7 +5,8 @@ each head. Rounding noise grows with the range of a quantization group. If a gro
 several rows, all of them get the noise of the largest row; the norm then divides a
 small row, and its noise, by the scale of the small row alone. So a group must not mix
 rows that a norm keeps apart. This module finds, for each value, the axes that norms
-reduce. Each index of the other axes has a scale of its own.
+reduce. Each index of the other axes has a scale of its own. A product of two
+activations with batch axes scales its result in the same way, once for each index.
 """
 
 import dataclasses
@@ -109,7 +110,38 @@ def find_extents(program: Program) -> dict[int, Extent]:
         shape = program.avals[operand].shape
         factors = tuple(((n, axis in axes),) for axis, n in enumerate(shape))
         _follow(program, producers, operand, Extent(factors), found)
+    for value, extent in _of_batched_products(program):
+        known = found.get(value)
+        if extent.is_worth_a_scale and (known is None or extent.size < known.size):
+            found[value] = extent
     return found
+
+
+def _of_batched_products(program: Program) -> Iterator[tuple[int, Extent]]:
+    """Yields the values that a product scales anew for each index of its batch axes.
+
+    In the output of a state space model each step multiplies the states by a vector of
+    its own. The product of activations with weights has no such vectors.
+
+    Yields:
+        Results of such products, and elementwise functions of them; with the extent.
+    """
+    given = set(range(program.num_arguments))
+    scaled: dict[int, Extent] = {}
+    for eqn in program.forward:
+        if eqn.rule.is_cheap and given.issuperset(eqn.input_values):
+            given.update(eqn.outputs)
+        elif eqn.primitive == "dot_general" and given.isdisjoint(eqn.input_values):
+            (value,) = eqn.outputs
+            _, (batch, _) = eqn.params["dimension_numbers"]
+            axes = enumerate(program.avals[value].shape)
+            scaled[value] = Extent(tuple(((n, a >= len(batch)),) for a, n in axes))
+        elif eqn.rule.is_elementwise:
+            shapes = {program.avals[v].shape for v in eqn.outputs}
+            for operand in eqn.input_values:
+                if operand in scaled and {program.avals[operand].shape} == shapes:
+                    scaled.update((v, scaled[operand]) for v in eqn.outputs)
+    yield from scaled.items()
 
 
 def _scaled(program: Program, scales: Container[int]) -> Iterator[_Reduction]:
