@@ -269,3 +269,20 @@ def test_a_scalar_whose_code_would_be_larger_is_exact(key):
     codecs = {item.primitive: item.codec for item in kept}
     assert codecs["while"] is None
     assert codecs["dot_general"] is not None
+
+
+@pytest.mark.parametrize(("rows", "packed"), [(64, False), (32768, True)])
+def test_equality_masks_are_packed_only_where_they_are_large(rows, packed):
+    """Recomputed operands might round differently, so a mask is never recomputed."""
+
+    def loss(w, x):
+        h = x @ w
+        variance = jnp.maximum(0, jnp.mean(h * h, -1) - jnp.mean(h, -1) ** 2)
+        return jnp.mean(h * jax.lax.rsqrt(variance + 1e-6)[:, None])
+
+    shapes = (8, 512), (rows, 8)
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    plan = dafjax.saved_residuals(dafjax.remat_compress(loss), w, x)
+    masks = [item for item in plan.kept if item.primitive == "eq"]
+    assert len(masks) == 2
+    assert all((item.codec is not None) == packed for item in masks)

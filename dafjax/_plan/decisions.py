@@ -158,7 +158,9 @@ class _Decider:
     ) -> None:
         decision = self._program.decided.get(value) or self._policy(residual)
         if isinstance(decision, Recompute) and eqn is not None and self._flips(eqn):
-            decision = Compress(Bitmask())
+            # A custom call for a few bits costs more than it saves.
+            is_small = residual.nbytes * residual.copies <= config.SMALL_NBYTES
+            decision = Save() if is_small else Compress(Bitmask())
         is_off = is_inexact(decision) or (
             isinstance(decision, Recompute) and residual.sources > 0
         )
