@@ -37,7 +37,7 @@ export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_gpu_force_conv_nhwc=true"
 
 # Without its CUDA library dafjax does the same in jax.numpy.
 check='import dafjax._native._cpu; dafjax.remat_compress'
-$dry || check="$check; assert dafjax._native._cuda_library.find()"
+$dry || check="$check; assert dafjax._native._cuda.find()"
 if ! "$python" -c "$check" 2> "$parts/import.log"; then
   echo "== building dafjax"
   # For this GPU alone; where nvidia-smi does not tell (Jetson), for all.

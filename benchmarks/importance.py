@@ -28,13 +28,13 @@ from dafjax import Bits
 from dafjax._passes.pipeline import Context, run_passes
 from dafjax._plan.plan import Kept, ProgramPlan
 from dafjax._plan.planner import make_plan
-from dafjax._schedule.importance import Sensitivities
-from dafjax._schedule.moments import moments_of_rows, sample_rows
+from dafjax._sensitivity.importance import Sensitivities
+from dafjax._sensitivity.moments import moments_of_rows, sample_rows
 from dafjax._trace.equation import Constant, evaluate
 from dafjax._trace.residuals import differentiate
 from dafjax._trace.tracing import trace
 from dafjax.codecs import Affine
-from dafjax.codecs._rounding_noise import sample_rounding_noise
+from dafjax.codecs._affine import sample_rounding_noise
 from dafjax.policies import CompressExpensive
 
 

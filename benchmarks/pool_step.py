@@ -34,8 +34,7 @@ from benchmarks.methods import Method
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.tables import make_console, make_table
 from benchmarks.transformers import Shape
-from dafjax._plan.recorder import record_plans
-from dafjax._plan.sites import site_names
+from dafjax._plan.plan import record_plans, site_names
 from dafjax.codecs import Affine
 from dafjax.stores import AbstractStore, Arrays, PagePool
 from models import memory

@@ -10,10 +10,8 @@ import numpy as np
 
 import dafjax
 from dafjax._bits import Use
-from dafjax._plan.linearity import find_uses
-from dafjax._plan.plan import ProgramPlan
-from dafjax._plan.recorder import record_plans
-from dafjax._plan.sites import site_names
+from dafjax._plan.analysis import find_uses
+from dafjax._plan.plan import ProgramPlan, record_plans, site_names
 from dafjax.codecs import Affine
 from dafjax.stores import PagePool
 

@@ -19,15 +19,18 @@ from dafjax._assess import (
     assess as assess,
 )
 from dafjax._bits import Bits as Bits
-from dafjax._custom_calls import custom_calls as custom_calls
 from dafjax._estimate import (
     Estimate as Estimate,
+    FittedBatch as FittedBatch,
     StepMemory as StepMemory,
     estimate as estimate,
+    fit_batch as fit_batch,
 )
-from dafjax._explain import explain as explain
-from dafjax._fit_batch import FittedBatch as FittedBatch, fit_batch as fit_batch
-from dafjax._native import CudaStatus as CudaStatus, cuda_status as cuda_status
+from dafjax._native import (
+    CudaStatus as CudaStatus,
+    cuda_status as cuda_status,
+    custom_calls as custom_calls,
+)
 from dafjax._remat_compress import remat_compress as remat_compress
 from dafjax._targets import (
     AverageBits as AverageBits,
@@ -36,6 +39,7 @@ from dafjax._targets import (
 )
 from dafjax.report import (
     Plan as Plan,
+    explain as explain,
     print_saved_residuals as print_saved_residuals,
     saved_residuals as saved_residuals,
 )

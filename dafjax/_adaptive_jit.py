@@ -12,15 +12,7 @@ from typing import Any, NoReturn, final
 import jax
 from jax.core import Tracer
 
-from dafjax._bits_in_force import BitsInForce, putting_in_force
-from dafjax._meet_target import (
-    BitsBySite,
-    Demand,
-    Measured,
-    better_bits,
-    first_bits,
-    nbytes,
-)
+from dafjax._contexts import BitsInForce, putting_in_force
 from dafjax._native import LEDGER_NOTE, make_ledger, pool_hash
 from dafjax._numbers import as_count
 from dafjax._targets import Target
@@ -30,6 +22,14 @@ from dafjax._trace.tracing import (
     is_tracing,
     trace,
     trace_context,
+)
+from dafjax.allocation import (
+    BitsBySite,
+    Demand,
+    Measured,
+    better_bits,
+    first_bits,
+    nbytes,
 )
 from dafjax.stores._adaptive import SiteFacts
 

@@ -16,14 +16,10 @@ import numpy as np
 
 from dafjax._adaptive_jit import measure_variances
 from dafjax._bits import AnyBits
-from dafjax._bits_in_force import AS_PLANNED, putting_in_force
-from dafjax._nbytes import parse_nbytes, readable
-from dafjax._numbers import as_count
-from dafjax._plan.recorder import record_plans
-from dafjax._plan.sites import place_of, site_names
+from dafjax._contexts import AS_PLANNED, putting_in_force, standing_in
+from dafjax._numbers import align, as_count, parse_nbytes, readable
+from dafjax._plan.plan import place_of, record_plans, site_names
 from dafjax._remat_compress import remat_compress
-from dafjax._stand_in import standing_in
-from dafjax._table import align
 from dafjax._targets import AverageBits
 
 

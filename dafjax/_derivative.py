@@ -1,4 +1,9 @@
-"""Gives a traced function a derivative rule: a plan, run forward and backward."""
+"""The derivative rule of a wrapped function, and the seed of its noise.
+
+A seed that changes with the parameters, so that each step has different noise.
+
+Gives a traced function a derivative rule: a plan, run forward and backward.
+"""
 
 import contextlib
 import contextvars
@@ -13,27 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from dafjax._fresh_seed import freshen
 from dafjax._native import tie
+from dafjax._numbers import Array
 from dafjax._passes.pipeline import Context, run_passes
-from dafjax._plan.brief import find_brief
+from dafjax._plan.plan import current_recorder, find_brief
 from dafjax._plan.planner import make_plan
-from dafjax._plan.recorder import current_recorder
 from dafjax._plan.segments import cut
-from dafjax._rules import (
-    Options,
-    PlainRule,
-    RerunRule,
-    Rule,
-    ScheduledRule,
-    Stages,
-)
-from dafjax._trace.bodies import (
-    Body,
-    has_bodies,
-    perturbed_values,
-    with_wrapped_bodies,
-)
+from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule, Stages
+from dafjax._trace.bodies import Body, has_bodies, perturbed_values, with_wrapped_bodies
 from dafjax._trace.equation import look_up
 from dafjax._trace.graph import mark_as_wrapped, stopped_outputs
 from dafjax._trace.residuals import (
@@ -44,6 +36,66 @@ from dafjax._trace.residuals import (
 )
 from dafjax._trace.tracing import ClosedJaxpr, as_function
 from dafjax.policies import SaveAll
+
+
+# Number of arrays to hash, the smallest ones: enough to tell one step from the next.
+_MOST_ARRAYS = 8
+
+_GOLDEN_RATIO = 0x9E3779B9
+_FACTOR = 0x7FEB352D
+
+
+def freshen(seed: Array, differentiated: Sequence[Any]) -> Array:
+    """Mixes a hash of the differentiated arguments into a seed.
+
+    Rounding noise depends on the seed and on the content of the rounded array. Below
+    the first trained layer of a frozen network, an example has the same content in
+    every epoch. The parameters differ, because the optimizer changes them in each step.
+    Equal parameters give equal seeds, so a step can be repeated exactly.
+
+    Args:
+        seed: uint32 scalar.
+        differentiated: The differentiated arguments.
+
+    Returns:
+        uint32 scalar. All examples of a `vmap` have the same seed.
+    """
+    arrays = [x for x in differentiated if _can_be_hashed(x)]
+    chosen = sorted(arrays, key=jnp.size)[:_MOST_ARRAYS]
+    return _mix(seed, *chosen) if chosen else seed
+
+
+def _can_be_hashed(x: Any) -> bool:
+    aval: Any = jax.typeof(x)
+    # In `shard_map` devices that share an array must have the same seed.
+    return aval.size > 0 and not getattr(aval, "vma", frozenset())
+
+
+@functools.partial(jax.jit, inline=True)
+def _mix(seed: Array, *arrays: Array) -> Array:
+    for x in map(jnp.asarray, arrays):
+        # Packing scrambles the seed once more.
+        seed = (seed ^ _checksum(lax.stop_gradient(x))) * jnp.uint32(_FACTOR)
+        seed += jnp.uint32(_GOLDEN_RATIO)
+    return seed
+
+
+@jax.custom_batching.custom_vmap
+def _checksum(x: Array) -> Array:
+    """Returns the sum of the bit patterns of an array, as uint32."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return _checksum(jnp.stack([x.real, x.imag]))
+    width = jnp.finfo(x.dtype).bits
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(width, 32)}"))
+    return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+
+
+@_checksum.def_vmap
+def _checksum_of_all(
+    axis_size: int, is_batched: Sequence[bool], x: Array
+) -> tuple[Array, bool]:
+    del axis_size, is_batched
+    return _checksum(x), False
 
 
 def with_compressed_residuals(

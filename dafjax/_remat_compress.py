@@ -17,18 +17,19 @@ from dafjax._bits import AnyBits, Bits, as_bits, matches
 from dafjax._call import (
     StaticArguments,
     bind,
+    explained_concretization,
+    explained_forward_mode,
     positional_parameters,
     positions,
     run,
     unwritten,
 )
+from dafjax._contexts import current_stand_in
 from dafjax._derivative import with_compressed_residuals
-from dafjax._explained_errors import explained_concretization, explained_forward_mode
 from dafjax._numbers import shown
 from dafjax._passes.pipeline import NAMES
 from dafjax._rules import Options
-from dafjax._schedule.ties import Ties
-from dafjax._stand_in import current_stand_in
+from dafjax._schedule.steps import Ties
 from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target
 from dafjax._trace.tracing import (
     ClosedJaxpr,
@@ -39,7 +40,7 @@ from dafjax._trace.tracing import (
 )
 from dafjax.policies import AbstractPolicy, SaveSaveable, as_policy
 from dafjax.stores import AbstractStore, Arrays
-from dafjax.stores._static import AbstractStaticStore
+from dafjax.stores._arrays import AbstractStaticStore
 
 
 def remat_compress(

@@ -13,19 +13,16 @@ from jax import lax
 from dafjax._bits import Bits
 from dafjax._native import first_order, installed_plugins, tie
 from dafjax._passes.pipeline import Context
-from dafjax._plan.plan import ProgramPlan
+from dafjax._plan.plan import ProgramPlan, current_recorder
 from dafjax._plan.planner import plan_arguments
-from dafjax._plan.recorder import current_recorder
-from dafjax._schedule.forward_pass import run_forward
+from dafjax._schedule.chunking import usual_parts, usual_parts_apart
+from dafjax._schedule.forward import run_forward
 from dafjax._schedule.instructions import Instruction
 from dafjax._schedule.interpreter import run_backward
-from dafjax._schedule.lower import lower
-from dafjax._schedule.parts import usual_parts, usual_parts_apart
-from dafjax._schedule.restored_arguments import restore_arguments
+from dafjax._schedule.lower import lower, restore_arguments
 from dafjax._schedule.schedule import schedule_backward
-from dafjax._schedule.steps import Step
-from dafjax._schedule.stored import can_be_apart, codecs_in, parts_apart, parts_in
-from dafjax._schedule.ties import Ties
+from dafjax._schedule.steps import Step, Ties
+from dafjax._schedule.values import can_be_apart, codecs_in, parts_apart, parts_in
 from dafjax._trace.residuals import Program, vjp_of_perturbed
 from dafjax._trace.tracing import is_staging
 from dafjax.codecs import AbstractCodec

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import TypeAlias, final
 
-from dafjax._nbytes import parse_nbytes
-from dafjax._numbers import as_real
+from dafjax._numbers import as_real, parse_nbytes
 
 
 @final

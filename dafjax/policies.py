@@ -13,7 +13,7 @@ from jax import checkpoint_policies
 from dafjax import config
 from dafjax._bits import matches
 from dafjax._numbers import as_count
-from dafjax._trace.operation import Answer, Operation as Operation, read_answer
+from dafjax._trace.graph import Answer, Operation as Operation, read_answer
 from dafjax._trace.rules import rule_of
 from dafjax.codecs import AbstractCodec, Bitmask
 

@@ -22,7 +22,7 @@ Subnormal values count as zero, and zeros are +0.
 """
 
 from dafjax import _native
-from dafjax._typing import Array
+from dafjax._numbers import Array
 
 
 def minmax(x: Array, *, strategy: str = "auto") -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from dafjax._passes.pipeline import Context, run_passes
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Step
-from dafjax._schedule.stored import parts_in
+from dafjax._schedule.values import parts_in
 from dafjax._trace.residuals import Program, differentiate
 from dafjax._trace.tracing import ClosedJaxpr
 from dafjax.codecs import AbstractCodec, Affine, Bitmask

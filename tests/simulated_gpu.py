@@ -15,7 +15,7 @@ import sys
 import jax
 import pytest
 
-from dafjax._native import _cpu, _cuda_library
+from dafjax._native import _cpu, _cuda
 
 
 LIBRARY = "DAFJAX_SIMULATED_GPU"
@@ -68,7 +68,7 @@ def run_compiler(*command: str | os.PathLike[str]) -> None:
 def load(path: os.PathLike[str]) -> ctypes.CDLL:
     """Loads what was built."""
     library = ctypes.CDLL(os.fspath(path))
-    _cuda_library.connect(library)
+    _cuda.connect(library)
     return library
 
 
@@ -89,9 +89,9 @@ def serve(library: ctypes.CDLL) -> None:
     Before any program is compiled, for the rest of the process.
     """
     of_cpu = _cpu.handlers()
-    served = [n for n in _cuda_library.HANDLERS if "pool" in n or "ledger" in n]
+    served = [n for n in _cuda.HANDLERS if "pool" in n or "ledger" in n]
     for name in served:
-        function = _cuda_library.HANDLERS[name]
+        function = _cuda.HANDLERS[name]
         handler = jax.ffi.pycapsule(getattr(library, function))
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     _cpu.handlers = lambda: {k: v for k, v in of_cpu.items() if k not in served}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax import _meet_target
+from dafjax import allocation
 from dafjax._native import _cpu
 from dafjax.allocation import LADDER, Site, allocate, allocate_to_variance
 from dafjax.stores import Arrays, PagePool
@@ -349,7 +349,7 @@ def test_the_pool_allocates_as_python_does(seed):
 
 @pytest.mark.parametrize("asked", LADDER)
 def test_the_pool_has_the_minima_of_python(asked):
-    assert _cpu.minimum_bits(asked) == _meet_target._minimum(asked)
+    assert _cpu.minimum_bits(asked) == allocation._minimum(asked)
 
 
 class TestRefusals:

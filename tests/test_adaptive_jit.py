@@ -16,10 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import dafjax
 import dafjax.linen
 import dafjax.nnx
-from dafjax import _adaptive_jit, _meet_target
-from dafjax._meet_target import Demand, Measured, better_bits, first_bits
+from dafjax import _adaptive_jit, allocation
 from dafjax._native import _cpu, _ledger, ledger_note, pool_hash
-from dafjax.allocation import LADDER
+from dafjax.allocation import LADDER, Demand, Measured, better_bits, first_bits
 from dafjax.stores import Arrays, Host, PagePool
 from tests.helpers import persistent_cache, run_python
 
@@ -270,13 +269,13 @@ class TestGradients:
     def test_the_error_grows_with_bits_where_they_matter_least(
         self, example, monkeypatch
     ):
-        right = _meet_target.allocate
+        right = allocation.allocate
 
         def wrong(sites, budget):
             return right(sites, budget)[::-1]
 
-        monkeypatch.setattr(_meet_target, "allocate", wrong)
-        monkeypatch.setattr(_meet_target, "HYSTERESIS", -1)
+        monkeypatch.setattr(allocation, "allocate", wrong)
+        monkeypatch.setattr(allocation, "HYSTERESIS", -1)
         uniform, adapted = self.errors(example)
         assert adapted > uniform
 

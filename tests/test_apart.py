@@ -12,16 +12,14 @@ import dafjax
 from dafjax import _rules, config
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule import interpreter, parts, stretches
+from dafjax._schedule import chunking, interpreter, stages
 from dafjax._schedule.chunks import Chunks
-from dafjax._schedule.rows import Rows
 from dafjax._schedule.schedule import schedule_backward
-from dafjax._schedule.steps import Unpacking
-from dafjax._schedule.stored import codecs_in, parts_apart
-from dafjax._schedule.values import Values
+from dafjax._schedule.steps import Rows, Unpacking
+from dafjax._schedule.values import Values, codecs_in, parts_apart
 from dafjax.codecs import Affine
 from dafjax.policies import CompressDots, CompressExpensive, CompressNames
-from dafjax.stores import Arrays, _pooled_affine
+from dafjax.stores import Arrays, _page_pool
 from tests import networks
 from tests.helpers import prepared, relative_error, scheduled
 
@@ -96,7 +94,7 @@ def at_once(monkeypatch, loss, *arguments, **options):
     """The gradient where nothing runs in parts, or for GPUs."""
     with monkeypatch.context() as patch:
         patch.setattr(_rules, "installed_plugins", tuple)
-        patch.setattr(stretches, "divide", lambda *arguments: None)
+        patch.setattr(stages, "divide", lambda *arguments: None)
         return gradient(loss, *arguments, **options)
 
 
@@ -193,7 +191,7 @@ class TestGradients:
         self, key, as_on_gpu, monkeypatch
     ):
         """Else each part's gradients of weights would go round all of them."""
-        monkeypatch.setattr(parts, "_gpus_may_share", lambda: True)
+        monkeypatch.setattr(chunking, "_gpus_may_share", lambda: True)
         gradient(networks.conv_loss, *example(key, 2))
         assert set(as_on_gpu) == {1}
 
@@ -346,9 +344,9 @@ class TestWhereItRuns:
         self, num_images, max_parts, num_parts, key, as_on_gpu, monkeypatch
     ):
         """Of what was stored for eight, for four, though five would do, or for two."""
-        monkeypatch.setattr(_pooled_affine, "_NUM_ELEMENTS_OF_PAGE", 1)
+        monkeypatch.setattr(_page_pool, "_NUM_ELEMENTS_OF_PAGE", 1)
         # Of arrays that GPUs may share there would be one part.
-        monkeypatch.setattr(parts, "_gpus_may_share", lambda: True)
+        monkeypatch.setattr(chunking, "_gpus_may_share", lambda: True)
         params, _ = example(key)
         x = jax.random.normal(key, (num_images, 8, 8, 32))
         with dafjax.stores.PagePool() as pool:
@@ -438,7 +436,7 @@ class TestMeasuredBits:
         assert as_on_gpu
         with monkeypatch.context() as patch:
             patch.setattr(_rules, "installed_plugins", tuple)
-            patch.setattr(stretches, "divide", lambda *arguments: None)
+            patch.setattr(stages, "divide", lambda *arguments: None)
             expected = self.step()(params, x)
         assert_close(got, expected)
 
@@ -570,9 +568,9 @@ class TestDivisions:
 
 def test_where_calls_unpack_there_are_more_parts(key):
     plan = plan_of_convolutions(key)
-    assert parts.usual_parts_apart(codecs_in(Arrays(), plan).values()) == 1
+    assert chunking.usual_parts_apart(codecs_in(Arrays(), plan).values()) == 1
     with dafjax.stores.PagePool() as pool:
-        assert parts.usual_parts_apart(codecs_in(pool, plan).values()) == 4
+        assert chunking.usual_parts_apart(codecs_in(pool, plan).values()) == 4
 
 
 @pytest.mark.parametrize(
@@ -583,8 +581,8 @@ def test_what_is_stored_for_cpus_can_be_read_in_parts_of_gpus(
 ):
     """Each of the two devices of these tests has some rows of each part."""
     like = jax.ShapeDtypeStruct((num_rows, 64), jnp.float32)
-    assert parts.most_parts(like, 8) == num_parts
-    assert parts.most_parts(like, 8, serves_gpus=True) == for_both
+    assert chunking.most_parts(like, 8) == num_parts
+    assert chunking.most_parts(like, 8, serves_gpus=True) == for_both
 
 
 def test_the_last_token_is_read_by_a_gradient_that_has_elements():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import dafjax
-from dafjax._plan.recorder import record_plans
+from dafjax._plan.plan import record_plans
 from dafjax.codecs import PackedAffine
 from dafjax.stores import Arrays, PagePool
 from tests import networks

@@ -15,7 +15,7 @@ from dafjax.codecs import (
     _affine,
     _bitmask,
 )
-from dafjax.codecs._rows import rows_of
+from dafjax.codecs._abstract import rows_of
 from tests.helpers import ALL_CODECS, assert_same_bits, example, like
 
 

@@ -17,7 +17,7 @@ from dafjax._native import (
     pack_bitmask,
     unpack_affine,
 )
-from dafjax._native._layout import num_blocks, num_tiles
+from dafjax._native._format import num_blocks, num_tiles
 from dafjax.codecs import Affine
 from tests import oracle
 from tests.helpers import (

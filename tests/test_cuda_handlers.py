@@ -9,7 +9,7 @@ import pytest
 
 from dafjax._native import (
     _cpu,
-    _cuda_library,
+    _cuda,
     _reduce,
     pack_affine,
     pack_bitmask,
@@ -30,7 +30,7 @@ def library(tmp_path_factory):
 def handlers(library):
     """Registers the handlers as `simulated_...` on the CPU."""
     library = simulated_gpu.load(library)
-    for name, function in _cuda_library.HANDLERS.items():
+    for name, function in _cuda.HANDLERS.items():
         handler = jax.ffi.pycapsule(getattr(library, function))
         jax.ffi.register_ffi_target(_simulated(name), handler, platform="cpu")
 

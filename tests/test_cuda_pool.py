@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dafjax._native import _cpu, _cuda_library, pool_get, pool_hash, pool_put
+from dafjax._native import _cpu, _cuda, pool_get, pool_hash, pool_put
 from dafjax.stores import PagePool, StaleHandle
 from tests import simulated_gpu
 from tests.helpers import assert_same_bits
@@ -22,7 +22,7 @@ def library(tmp_path_factory):
     """Registers the handlers of pools as `on_gpu_...` on the CPU."""
     path = simulated_gpu.built(tmp_path_factory)
     handlers = simulated_gpu.load(path)
-    for name, function in _cuda_library.HANDLERS.items():
+    for name, function in _cuda.HANDLERS.items():
         if "pool" not in name:
             continue
         handler = jax.ffi.pycapsule(getattr(handlers, function))

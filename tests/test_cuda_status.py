@@ -14,7 +14,7 @@ from dafjax._native import (
     CudaDevice,
     CudaStatus,
     LibraryError,
-    _cuda_library,
+    _cuda,
     cuda_status,
     hold,
     pack_affine,
@@ -26,7 +26,7 @@ from dafjax._native import (
     unpack_affine,
     unpack_bitmask,
 )
-from dafjax._native._cuda_status import diagnose, is_served
+from dafjax._native._cuda import diagnose, is_served
 from dafjax.codecs import Affine
 
 
@@ -124,7 +124,7 @@ def test_a_compiler_that_is_there_was_used():
 def test_a_status_never_raises(monkeypatch, tmp_path):
     broken = tmp_path / "libdafjax_cuda.so"
     broken.write_bytes(b"no library")
-    monkeypatch.setattr(_cuda_library, "find", lambda: broken)
+    monkeypatch.setattr(_cuda, "find", lambda: broken)
     status = cuda_status()
     assert status.path == str(broken)
     assert "does not load" in status.problem
@@ -136,31 +136,31 @@ def test_a_library_that_does_not_load_is_an_error_when_programs_need_it(
 ):
     broken = tmp_path / "libdafjax_cuda.so"
     broken.write_bytes(b"no library")
-    monkeypatch.setattr(_cuda_library, "find", lambda: broken)
-    _cuda_library.register.cache_clear()
+    monkeypatch.setattr(_cuda, "find", lambda: broken)
+    _cuda.register.cache_clear()
     with pytest.raises(LibraryError, match=r"does not load.*Rebuild it"):
         jax.jit(pack_bitmask).trace(jnp.ones(3) > 0).lower(lowering_platforms=("cuda",))
-    _cuda_library.register.cache_clear()
+    _cuda.register.cache_clear()
 
 
-@pytest.mark.skipif(_cuda_library.find() is None, reason="it is not built")
+@pytest.mark.skipif(_cuda.find() is None, reason="it is not built")
 def test_a_library_of_another_version_is_an_error_when_programs_need_it(monkeypatch):
-    monkeypatch.setitem(_cuda_library.HANDLERS, "dafjax_new", "dafjax_cuda_new")
-    _cuda_library.register.cache_clear()
+    monkeypatch.setitem(_cuda.HANDLERS, "dafjax_new", "dafjax_cuda_new")
+    _cuda.register.cache_clear()
     with pytest.raises(
         LibraryError, match=r"another version.*dafjax_cuda_new.*Rebuild"
     ):
         jax.jit(pack_bitmask).trace(jnp.ones(3) > 0).lower(lowering_platforms=("cuda",))
-    _cuda_library.register.cache_clear()
+    _cuda.register.cache_clear()
 
 
 def test_without_the_extension_module_there_is_no_library(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert _cuda_library.find() is None
+    assert _cuda.find() is None
 
 
 def test_programs_for_cuda_have_custom_calls_if_the_library_is_built(monkeypatch):
-    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    monkeypatch.setattr(_cuda, "register", lambda: True)
 
     def roundtrip(x):
         code = {"bits": 2, "block_size": 64}
@@ -192,9 +192,9 @@ def test_programs_for_cuda_sum_what_they_pack_if_the_library_is_built(monkeypatc
             .as_text()
         )
 
-    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    monkeypatch.setattr(_cuda, "register", lambda: True)
     assert "stablehlo.custom_call @dafjax_pack_affine_and_sum(" in lowered()
-    monkeypatch.setattr(_cuda_library, "register", lambda: False)
+    monkeypatch.setattr(_cuda, "register", lambda: False)
     assert "custom_call" not in lowered()
 
 
@@ -213,29 +213,29 @@ def test_programs_for_cuda_put_residuals_into_a_pool_if_the_library_is_built(
 
     x = jax.ShapeDtypeStruct((1, 703), jnp.float32)
     lower = lambda: jax.jit(roundtrip).trace(x).lower(lowering_platforms=("cuda",))
-    monkeypatch.setattr(_cuda_library, "register", lambda: False)
+    monkeypatch.setattr(_cuda, "register", lambda: False)
     with pytest.raises(NotImplementedError, match=r"built with CUDA.*Arrays\(\)"):
         lower()
-    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    monkeypatch.setattr(_cuda, "register", lambda: True)
     text = lower().as_text()
     for name in ("pool_put", "pool_get", "pool_note"):
         assert f"stablehlo.custom_call @dafjax_{name}(" in text
 
 
 def test_a_tie_is_a_barrier_on_cuda(monkeypatch):
-    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    monkeypatch.setattr(_cuda, "register", lambda: True)
     lowered = jax.jit(tie).trace(jnp.ones(709)).lower(lowering_platforms=("cuda",))
     assert "stablehlo.optimization_barrier" in lowered.as_text()
     assert "dafjax_tie" not in lowered.as_text()
 
 
 def test_the_handlers_are_the_only_functions_that_are_needed():
-    path = _cuda_library.find()
+    path = _cuda.find()
     if path is None:
-        assert _cuda_library.register() is False
+        assert _cuda.register() is False
         return
     library = ctypes.CDLL(str(path))
-    for function in _cuda_library.HANDLERS.values():
+    for function in _cuda.HANDLERS.values():
         assert getattr(library, function)
-    assert _cuda_library.register() is True
+    assert _cuda.register() is True
     assert pathlib.Path(path).stat().st_size < 8 << 20

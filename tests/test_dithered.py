@@ -10,7 +10,7 @@ import pytest
 
 from dafjax._native import _reference, pack_affine, unpack_affine
 from dafjax.codecs import Affine
-from dafjax.codecs._rounding_noise import sample_rounding_noise
+from dafjax.codecs._affine import sample_rounding_noise
 from dafjax.stores import PagePool
 from tests import oracle
 from tests.helpers import (

@@ -11,18 +11,18 @@ import dafjax
 from dafjax import config
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule import division, stretches
+from dafjax._schedule import chunking, stages
 from dafjax._schedule.chunks import Chunks
-from dafjax._schedule.moments import moments_of_rows, sample_rows
+from dafjax._schedule.stages import stretches_of
 from dafjax._schedule.steps import Unpacking
-from dafjax._schedule.stretches import stretches_of
+from dafjax._sensitivity.moments import moments_of_rows, sample_rows
 from dafjax._trace.by_rows import evaluate_on_rows, rows_read, rows_summed
-from dafjax._trace.convolution_in_loop import convolve_in_loop
 from dafjax._trace.equation import Equation, call_equation
 from dafjax._trace.residuals import differentiate
+from dafjax._trace.sums import convolve_in_loop
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import CompressDots, CompressExpensive, CompressNames
-from dafjax.stores import _pooled_affine
+from dafjax.stores import _page_pool
 from tests import networks
 from tests.helpers import like, prepared, relative_error, scheduled
 
@@ -249,7 +249,7 @@ def divisions(plan):
 def test_what_is_read_whole_is_not_there_in_parts(function, mixes):
     x = jnp.ones((64, 256))
     program = differentiate(jax.make_jaxpr(function)(x, x), [False, False])
-    levels = division._Levels(program, 64, finishing=())
+    levels = chunking._Levels(program, 64, finishing=())
     assert levels.add(Unpacking(0))
     assert all(map(levels.add, program.forward))
     assert levels.mixes_rows == mixes
@@ -455,7 +455,7 @@ def counted(monkeypatch):
 
 
 def whole(monkeypatch):
-    monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
+    monkeypatch.setattr(stages, "divide", lambda *arguments: None)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -598,7 +598,7 @@ class TestInAPagePool:
 
     @pytest.fixture(autouse=True)
     def small_entries(self, monkeypatch, stochastic):
-        monkeypatch.setattr(_pooled_affine, "_NUM_ELEMENTS_OF_PAGE", 1)
+        monkeypatch.setattr(_page_pool, "_NUM_ELEMENTS_OF_PAGE", 1)
 
     @staticmethod
     def example(key):

@@ -7,7 +7,7 @@ import pytest
 import dafjax
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule.early_sums import with_early_sums
+from dafjax._schedule.forward import with_early_sums
 from dafjax.policies import CompressExpensive
 from tests.helpers import prepared
 

@@ -13,7 +13,7 @@ from flax import nnx
 import dafjax
 import dafjax.linen
 import dafjax.nnx
-from dafjax._fit_batch import largest_that_fits
+from dafjax._estimate import largest_that_fits
 from tests import networks
 
 

@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax.sharding import AxisType
 
 import dafjax
-from dafjax._passes.factored_sums import factor_sums
+from dafjax._passes.algebra import factor_sums
 from dafjax._trace.equation import evaluate, look_up
 from dafjax._trace.graph import flatten
 from dafjax._trace.residuals import Program

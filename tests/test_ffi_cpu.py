@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dafjax._native import _library, _reference, pack_affine, unpack_affine
-from dafjax._native._blocks import Blocks
+from dafjax._native._format import Blocks
 from tests import oracle
 from tests.helpers import FLOAT_DTYPES, assert_same_bits, mixed_rows, storage
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import dafjax
-from dafjax._passes.finishing import finish_early, finishing_equations
+from dafjax._passes.algebra import finish_early, finishing_equations
 from dafjax._trace import residuals
 from dafjax._trace.equation import evaluate, look_up
 

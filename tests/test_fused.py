@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dafjax._native import (
-    _cuda_library,
+    _cuda,
     _reference,
     pack_affine,
     pack_bitmask,
@@ -123,7 +123,7 @@ def test_what_devices_share_is_decoded_where_it_is():
 
 
 def test_on_cuda_what_devices_share_is_decoded_by_custom_calls_and_tied(monkeypatch):
-    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    monkeypatch.setattr(_cuda, "register", lambda: True)
     codec = Affine(bits=4)
     mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
     rows = NamedSharding(mesh, PartitionSpec("rows"))
@@ -200,7 +200,7 @@ def test_on_cpus_it_is_a_custom_call():
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_on_cuda_it_is_what_xla_can_fuse(is_built, monkeypatch):
-    monkeypatch.setattr(_cuda_library, "register", lambda: is_built)
+    monkeypatch.setattr(_cuda, "register", lambda: is_built)
     text = lower(decode_both, WORDS, PARAMETERS, platform="cuda")
     assert "custom_call @dafjax" not in text
     assert "shift_right" in text

@@ -15,12 +15,12 @@ from benchmarks.gpu_work import work_of
 from benchmarks.methods import make_method
 from benchmarks.mlp import Workload
 from dafjax import _remat_compress, _rules
-from dafjax._native import _cuda_library, hold, pin, tie
+from dafjax._native import _cuda, hold, pin, tie
 from dafjax._passes import pipeline
 from dafjax._passes.pipeline import PASSES
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule import chunks, early_sums, interpreter, lower, stretches
-from dafjax._schedule.ties import Ties
+from dafjax._schedule import chunks, forward, interpreter, lower, stages
+from dafjax._schedule.steps import Ties
 from dafjax._trace.equation import Equation
 from dafjax.codecs import Affine, Bitmask
 from dafjax.stores import PagePool
@@ -57,9 +57,9 @@ def compiled(method, device=HERE, *, layers=16, ties=True, library=True):
             none = Ties(**{name: False for name in Ties.__dataclass_fields__})
             monkeypatch.setattr(_remat_compress, "Ties", lambda: none)
             # Loops over parts run one after another by themselves.
-            monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
+            monkeypatch.setattr(stages, "divide", lambda *arguments: None)
         if not library:
-            monkeypatch.setattr(_cuda_library, "register", lambda: False)
+            monkeypatch.setattr(_cuda, "register", lambda: False)
         return workload.compile(sharding=one_device(GPUS[device]))
 
 
@@ -460,7 +460,7 @@ def test_zeros_for_gradients_of_lookups_are_made_late(monkeypatch):
 @pytest.mark.slow
 def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):
     early = work_of_transformer(HERE, layers=3)
-    monkeypatch.setattr(early_sums, "adds_operands", lambda primitive: False)
+    monkeypatch.setattr(forward, "adds_operands", lambda primitive: False)
     late = work_of_transformer(HERE, layers=3)
     # Two of each block; not those of the embeddings, and of what is packed last.
     num_norms = 2 * 3 - 1

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.on_gpu import report, same_bytes, steps
-from dafjax._native import _cuda_library
+from dafjax._native import _cuda
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -91,7 +91,7 @@ def test_on_a_gpu_there_must_be_custom_calls_to_compare(tmp_path, monkeypatch):
         platform = device_kind = "gpu"
 
     monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
-    monkeypatch.setattr(_cuda_library, "register", lambda: False)
+    monkeypatch.setattr(_cuda, "register", lambda: False)
     with pytest.raises(same_bytes.NoCustomCallsError, match=r"without CUDA.*doctor"):
         same_bytes.main(["--out", str(tmp_path / "out.json")])
 

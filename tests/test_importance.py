@@ -14,9 +14,8 @@ from benchmarks import importance
 from benchmarks.importance import Gradient
 from benchmarks.transformers import Shape
 from dafjax._sampling import _distance, num_rows, sample_elements
-from dafjax._schedule.importance import Sensitivities
-from dafjax._schedule.moments import Moments, sample_moments
-from dafjax._schedule.signals import Signals
+from dafjax._sensitivity.importance import Sensitivities
+from dafjax._sensitivity.moments import Moments, Signals, sample_moments
 from dafjax._trace.equation import Equation
 from dafjax.codecs import Affine
 from tests.helpers import slow, temp_nbytes

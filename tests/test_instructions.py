@@ -14,8 +14,8 @@ from dafjax._plan.planner import make_plan
 from dafjax._schedule.instructions import Barrier, Chunked, Join, Late, Unpack, listing
 from dafjax._schedule.lower import lower
 from dafjax._schedule.schedule import schedule_backward
-from dafjax._schedule.stored import codecs_in, parts_apart
-from dafjax._schedule.ties import Ties
+from dafjax._schedule.steps import Ties
+from dafjax._schedule.values import codecs_in, parts_apart
 from dafjax.policies import CompressExpensive
 from dafjax.stores import Arrays
 from tests import networks

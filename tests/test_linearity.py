@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from dafjax._bits import Use
-from dafjax._plan.linearity import find_uses
+from dafjax._plan.analysis import find_uses
 from tests.helpers import prepared
 
 

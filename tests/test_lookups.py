@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax._passes.lookups import look_up_first
+from dafjax._passes.algebra import look_up_first
 from dafjax._trace import residuals
 from dafjax._trace.equation import evaluate, look_up
 

@@ -15,9 +15,9 @@ from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.training import Workload
 from dafjax import _remat_compress, config
 from dafjax._plan import planner
-from dafjax._schedule import chunks, schedule, stretches
+from dafjax._schedule import chunks, schedule, stages
 from dafjax._schedule.schedule import _Builder
-from dafjax._schedule.ties import Ties
+from dafjax._schedule.steps import Ties
 from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive, CompressNames
 from tests import networks
@@ -257,7 +257,7 @@ def resnet_nbytes(bits=None, whole=False, **ties):
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_ties(monkeypatch, **ties)
         if whole:
-            monkeypatch.setattr(stretches, "divide", lambda *arguments: None)
+            monkeypatch.setattr(stages, "divide", lambda *arguments: None)
         least = config.LEAST_NBYTES_OF_CHUNK // 8
         monkeypatch.setattr(config, "LEAST_NBYTES_OF_CHUNK", least)
         return workload.compile().memory_analysis().temp_size_in_bytes

@@ -15,7 +15,7 @@ from jax.test_util import check_grads
 from dafjax._native import (
     LibraryError,
     LibraryStatus,
-    _cuda_library,
+    _cuda,
     _library,
     _reference,
     library_status,
@@ -154,7 +154,7 @@ def test_other_platforms_get_the_reference_without_a_library(
         raise AssertionError("Only a CPU needs the library.")
 
     monkeypatch.setattr(_library, "register", fail)
-    monkeypatch.setattr(_cuda_library, "register", lambda: False)
+    monkeypatch.setattr(_cuda, "register", lambda: False)
     x = jax.ShapeDtypeStruct((700,), jnp.float32)
 
     def roundtrip(x: jax.Array) -> jax.Array:
@@ -446,7 +446,7 @@ def test_an_order_is_asked_for_on_cuda_alone(platform: str, calls: int) -> None:
 def test_to_pin_is_a_call_on_cuda_alone(
     platform: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    monkeypatch.setattr(_cuda, "register", lambda: True)
     x = jax.ShapeDtypeStruct((4, 3), jnp.float32)
     lowered = jax.jit(pin).trace(x).lower(lowering_platforms=(platform,))
     assert lowered.as_text().count("custom_call @dafjax_tie(") == calls

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax._nbytes import parse_nbytes, readable
-from dafjax._numbers import as_count, as_real, shown
+from dafjax._numbers import as_count, as_real, parse_nbytes, readable, shown
 from dafjax.allocation import Site, allocate, allocate_to_variance
 from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive

@@ -7,8 +7,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import dafjax
-from dafjax._passes.phases import phase
-from dafjax._plan.recorder import record_plans
+from dafjax._passes.nonlinear import phase
+from dafjax._plan.plan import record_plans
 from dafjax.policies import CompressDots
 from tests.helpers import relative_error
 

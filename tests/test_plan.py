@@ -6,7 +6,7 @@ import pytest
 
 import dafjax
 from dafjax._bits import Bits
-from dafjax._passes.relu_masks import select_rectified
+from dafjax._passes.nonlinear import select_rectified
 from dafjax._plan.planner import make_plan
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import AbstractPolicy, CompressExpensive, SaveAll

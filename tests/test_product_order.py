@@ -6,9 +6,9 @@ import pytest
 
 from dafjax._bits import Bits
 from dafjax._plan.planner import make_plan
-from dafjax._schedule.product_order import order_products
 from dafjax._schedule.schedule import schedule_backward
-from dafjax._schedule.stored import codecs_in, parts_apart, parts_in
+from dafjax._schedule.stages import order_products
+from dafjax._schedule.values import codecs_in, parts_apart, parts_in
 from dafjax.policies import CompressExpensive
 from dafjax.stores import Arrays
 from tests import networks

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dafjax import reductions
-from dafjax._native import _cuda_library, _reduce
+from dafjax._native import _cuda, _reduce
 from tests.helpers import FLOAT_DTYPES, assert_same_bits
 
 
@@ -97,7 +97,7 @@ def test_rows_are_shared_out_among_devices():
 
 
 def test_programs_for_cuda_have_custom_calls_if_the_library_is_built(monkeypatch):
-    monkeypatch.setattr(_cuda_library, "register", lambda: True)
+    monkeypatch.setattr(_cuda, "register", lambda: True)
     x = jax.ShapeDtypeStruct((3, 703), jnp.float32)
 
     def both(x):

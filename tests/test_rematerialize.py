@@ -12,7 +12,7 @@ import dafjax
 from dafjax import _remat_compress
 from dafjax._plan.segments import cut
 from dafjax._schedule import lower
-from dafjax._schedule.ties import Ties
+from dafjax._schedule.steps import Ties
 from dafjax._trace.rules import OpRule
 from dafjax._trace.tracing import as_function
 from dafjax.policies import CompressExpensive

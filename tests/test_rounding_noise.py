@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dafjax.codecs import Affine
-from dafjax.codecs._rounding_noise import sample_rounding_noise
+from dafjax.codecs._affine import sample_rounding_noise
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

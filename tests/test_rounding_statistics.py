@@ -14,7 +14,7 @@ import pytest
 import scipy.stats
 
 from dafjax._native import pack_affine
-from dafjax._native._noise import noise_words
+from dafjax._native._format import noise_words
 from tests import oracle
 
 

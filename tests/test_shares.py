@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import dafjax
-from dafjax._passes.denominators import sum_of_shares
-from dafjax._plan.recorder import record_plans
+from dafjax._passes.nonlinear import sum_of_shares
+from dafjax._plan.plan import record_plans
 
 
 KEY = jax.random.key(0)

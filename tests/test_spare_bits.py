@@ -8,7 +8,7 @@ import pytest
 
 import dafjax
 from dafjax._plan import planner
-from dafjax._plan.spare_bits import with_spare_bits
+from dafjax._plan.analysis import with_spare_bits
 from tests.helpers import relative_error
 
 

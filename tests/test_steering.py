@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax._plan.steering import find_steering
+from dafjax._plan.analysis import find_steering
 from dafjax.codecs import Affine
 from dafjax.policies import AbstractPolicy, CompressExpensive
 from tests import networks

@@ -10,9 +10,16 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dafjax import __main__, reductions
-from dafjax._native import _device_facts, _reduce, _tuning
-from dafjax._native._reduction_profile import GRID, Profile, fastest, measure
-from dafjax._native._reduction_timing import REDUCTIONS, ReductionCase, time_reductions
+from dafjax._native import _cuda, _reduce
+from dafjax._native._reduce import (
+    GRID,
+    REDUCTIONS,
+    Profile,
+    ReductionCase,
+    fastest,
+    measure,
+    time_reductions,
+)
 
 
 LONG = 1 << 15  # elements of a row of several parts
@@ -22,9 +29,9 @@ LONG = 1 << 15  # elements of a row of several parts
 def cache(monkeypatch, tmp_path):
     """A folder of profiles of its own, and nothing known from before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _tuning._profile_of.cache_clear()
+    _reduce._profile_of.cache_clear()
     yield tmp_path / "dafjax"
-    _tuning._profile_of.cache_clear()
+    _reduce._profile_of.cache_clear()
 
 
 def _timer(favorite, calls=None):
@@ -78,36 +85,36 @@ def test_what_is_hardly_faster_is_not_chosen():
 def test_a_profile_is_measured_once_and_kept(cache, monkeypatch):
     calls = []
     timer = _timer(lambda *_: "hybrid", calls)
-    monkeypatch.setattr(_tuning, "time_reductions", lambda _, *rest: timer(*rest))
+    monkeypatch.setattr(_reduce, "time_reductions", lambda _, *rest: timer(*rest))
     device = jax.devices()[0]
-    first = _tuning.tune_device(device)
-    again = _tuning.tune_device(device)
+    first = _reduce.tune_device(device)
+    again = _reduce.tune_device(device)
     assert (first.measured, again.measured, len(calls)) == (True, False, 1)
     assert first.profile == again.profile
     assert [file.name for file in cache.iterdir()] == [first.path.name]
-    assert _tuning.tune_device(device, redo=True).measured
+    assert _reduce.tune_device(device, redo=True).measured
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"device": {}}'])
 def test_a_file_that_is_no_profile_of_the_device_is_replaced(cache, monkeypatch, text):
     timer = _timer(lambda *_: "atomic")
-    monkeypatch.setattr(_tuning, "time_reductions", lambda _, *rest: timer(*rest))
+    monkeypatch.setattr(_reduce, "time_reductions", lambda _, *rest: timer(*rest))
     device = jax.devices()[0]
-    path = _tuning.tune_device(device).path
+    path = _reduce.tune_device(device).path
     path.write_text(text)
-    assert _tuning.tune_device(device).measured
-    assert json.loads(path.read_text())["device"] == _device_facts.describe(device)
+    assert _reduce.tune_device(device).measured
+    assert json.loads(path.read_text())["device"] == _cuda.describe(device)
 
 
 def test_another_power_mode_has_a_profile_of_its_own(cache, monkeypatch, tmp_path):
     timer = _timer(lambda *_: "atomic")
-    monkeypatch.setattr(_tuning, "time_reductions", lambda _, *rest: timer(*rest))
+    monkeypatch.setattr(_reduce, "time_reductions", lambda _, *rest: timer(*rest))
     mode = tmp_path / "status"
-    monkeypatch.setattr(_device_facts, "_POWER_MODE", mode)
+    monkeypatch.setattr(_cuda, "_POWER_MODE", mode)
     paths = set()
     for text in ("pmode:0000", "pmode:0002"):
         mode.write_text(text)
-        paths.add(_tuning.tune_device(jax.devices()[0]).path)
+        paths.add(_reduce.tune_device(jax.devices()[0]).path)
     assert len(paths) == 2
 
 
@@ -116,15 +123,15 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
     file.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     timer = _timer(lambda *_: "atomic")
-    monkeypatch.setattr(_tuning, "time_reductions", lambda _, *rest: timer(*rest))
+    monkeypatch.setattr(_reduce, "time_reductions", lambda _, *rest: timer(*rest))
     with pytest.warns(UserWarning, match=r"cannot be kept in .*XDG_CACHE_HOME"):
-        tuning = _tuning.tune_device(jax.devices()[0])
+        tuning = _reduce.tune_device(jax.devices()[0])
     assert tuning.measured
 
 
 def test_programs_have_what_is_chosen(cache, monkeypatch):
     timer = _timer(lambda rows, _: "hybrid" if rows > 4 else "atomic")
-    monkeypatch.setattr(_tuning, "time_reductions", lambda _, *rest: timer(*rest))
+    monkeypatch.setattr(_reduce, "time_reductions", lambda _, *rest: timer(*rest))
 
     def both(x):
         return reductions.minmax(x), reductions.minmax(x[0])
@@ -163,7 +170,7 @@ def test_a_device_is_measured_while_a_program_is_lowered(cache):
 
 
 def test_no_device_no_profile(cache):
-    assert _tuning.profile_for("cuda") is None
+    assert _reduce.profile_for("cuda") is None
     resolve = _reduce._resolve("minmax")
     x = jax.ShapeDtypeStruct((LONG,), jnp.float32)
     assert resolve("cuda", x, strategy="auto") == {"strategy": "hybrid"}
@@ -189,7 +196,7 @@ def test_times_grow_with_what_is_read():
     ],
 )
 def test_what_cannot_be_timed_is_refused(case, message, monkeypatch):
-    monkeypatch.setattr("dafjax._native._reduction_timing.scratch_words", lambda _: 0)
+    monkeypatch.setattr("dafjax._native._reduce.scratch_words", lambda _: 0)
     monkeypatch.setattr(np, "linspace", lambda *_, **__: np.ones(8, np.float32))
     with pytest.raises(Exception, match=message):
         time_reductions(jax.devices()[0], [case], 1)
@@ -209,7 +216,7 @@ def test_the_command_prints_times_and_choices(cache, monkeypatch, capsys):
 def test_profiles_survive_their_files(tmp_path):
     profile = measure(_timer(lambda *_: "hybrid"))
     path = tmp_path / "new" / "profile.json"
-    _tuning.save(path, {"kind": "x"}, profile)
-    assert _tuning.load(path, {"kind": "x"}) == profile
-    assert _tuning.load(path, {"kind": "y"}) is None
+    _reduce.save(path, {"kind": "x"}, profile)
+    assert _reduce.load(path, {"kind": "x"}) == profile
+    assert _reduce.load(path, {"kind": "y"}) is None
     assert isinstance(profile, Profile)

@@ -28,7 +28,7 @@ import tyro
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console
 from dafjax._native import (
-    _cuda_library,
+    _cuda,
     _reference as reference,
     ledger_note,
     make_ledger,
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     environment = describe_environment()
     device = jax.devices()[0]
-    if device.platform == "gpu" and not _cuda_library.register():
+    if device.platform == "gpu" and not _cuda.register():
         raise NoCustomCallsError(
             "dafjax was built without CUDA: it is `jax.numpy` on this GPU, and nothing "
             "is there to compare. `python -m dafjax doctor` tells how to build it."

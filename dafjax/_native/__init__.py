@@ -1,30 +1,35 @@
 """Custom calls as JAX primitives: packing, unpacking, and barriers."""
 
-from dafjax._native._affine import (
-    pack_affine as pack_affine,
-    unpack_affine as unpack_affine,
+from dafjax._native._barriers import (
+    hold as hold,
+    pin as pin,
+    pin_late as pin_late,
+    row_major as row_major,
+    tie as tie,
+    tie_tree as tie_tree,
 )
-from dafjax._native._affine_sums import pack_affine_and_sum as pack_affine_and_sum
-from dafjax._native._bitmask import (
+from dafjax._native._codes import (
+    pack_affine as pack_affine,
     pack_bitmask as pack_bitmask,
+    unpack_affine as unpack_affine,
     unpack_bitmask as unpack_bitmask,
 )
-from dafjax._native._cuda_library import (
-    registered_custom_calls as registered_custom_calls,
-)
-from dafjax._native._cuda_status import (
+from dafjax._native._cuda import (
     CudaDevice as CudaDevice,
     CudaStatus as CudaStatus,
     cuda_status as cuda_status,
+    custom_calls as custom_calls,
     installed_plugins as installed_plugins,
-)
-from dafjax._native._device_facts import (
     power_mode as power_mode,
     processor as processor,
 )
-from dafjax._native._first_order import first_order as first_order
 from dafjax._native._fused import (
+    are_grouped as are_grouped,
+    pack_affine_and_sum as pack_affine_and_sum,
     pack_bitmask_fused as pack_bitmask_fused,
+    sum_groups as sum_groups,
+    sum_rows_p as sum_rows_p,
+    sum_together as sum_together,
     unpack_affine_fused as unpack_affine_fused,
     unpack_bitmask_fused as unpack_bitmask_fused,
 )
@@ -38,36 +43,24 @@ from dafjax._native._library import (
     LibraryStatus as LibraryStatus,
     library_status as library_status,
 )
-from dafjax._native._pin import pin as pin
-from dafjax._native._pin_late import pin_late as pin_late
 from dafjax._native._pool import (
     PoolExhausted as PoolExhausted,
     StaleHandle as StaleHandle,
     make_pool as make_pool,
-    pool_hash as pool_hash,
-)
-from dafjax._native._pool_calls import (
     pool_get as pool_get,
+    pool_hash as pool_hash,
     pool_note as pool_note,
     pool_put as pool_put,
 )
+from dafjax._native._primitive import first_order as first_order
 from dafjax._native._reduce import (
+    REDUCTIONS as REDUCTIONS,
+    STRATEGIES as STRATEGIES,
+    ReductionCase as ReductionCase,
+    Tuning as Tuning,
+    fastest as fastest,
     minmax as minmax,
     sum_of_squares as sum_of_squares,
-)
-from dafjax._native._reduction_profile import fastest as fastest
-from dafjax._native._reduction_shapes import STRATEGIES as STRATEGIES
-from dafjax._native._reduction_timing import (
-    REDUCTIONS as REDUCTIONS,
-    ReductionCase as ReductionCase,
     time_reductions as time_reductions,
+    tune_device as tune_device,
 )
-from dafjax._native._row_major import row_major as row_major
-from dafjax._native._sum_rows import (
-    are_grouped as are_grouped,
-    sum_groups as sum_groups,
-    sum_rows_p as sum_rows_p,
-    sum_together as sum_together,
-)
-from dafjax._native._tie import hold as hold, tie as tie, tie_tree as tie_tree
-from dafjax._native._tuning import Tuning as Tuning, tune_device as tune_device

@@ -13,14 +13,15 @@ from jax.interpreters import batching
 from jax.sharding import PartitionSpec
 
 from dafjax._native import _library
-from dafjax._native._affine import check_dtype
+from dafjax._native._codes import check_dtype
 from dafjax._native._primitive import (
+    DivisionRule,
     can_pass_through,
+    independent,
     make_primitive,
     refuse_derivatives,
 )
-from dafjax._native._sharding import DivisionRule, independent
-from dafjax._typing import Array
+from dafjax._numbers import Array
 
 
 # The primitive's name. Readers of a traced program use it to find its residual ids.

@@ -1,25 +1,231 @@
-"""Shared code of the primitives: dispatch, lowering, batching, derivatives."""
+"""Custom calls as JAX primitives: lowering, first order, sharding.
 
+Primitive that returns its operand and refuses to be differentiated.
+
+Divides the primitives among devices without moving data.
+
+XLA's partitioner cannot divide a custom call: it gathers every operand. So in programs
+for several devices a primitive is lowered to a `custom_partitioning` call, whose rule
+says which dimensions may be divided. Each device then runs the custom call on its
+shard.
+
+Shared code of the primitives: dispatch, lowering, batching, derivatives.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
-
-from dafjax._native import _cuda_library, _library
-from dafjax._native._sharding import (
-    DivisionRule,
-    allow_division,
-    check_not_exported,
-    divide,
-    independent,
-    is_divided,
+from jax._src import dispatch, sharding_impls
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
 )
-from dafjax._typing import Array, Static
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dafjax._native import _cuda, _library
+from dafjax._numbers import Array, Static
+
+
+def first_order(x: Array) -> Array:
+    """Returns its argument, and raises an error if it is differentiated.
+
+    Use it inside derivative rules, where a second derivative would be wrong.
+    """
+    return first_order_p.bind(x)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "`remat_compress` supports first-order reverse-mode differentiation only, but "
+        "a function that it wraps is differentiated twice. Use `bits=None` there. For "
+        "a gradient inside a loss, as in a gradient penalty or MAML, wrap the outer "
+        "loss and take the inner `jax.grad` of the plain function."
+    )
+
+
+# This is a primitive and not a `jax.custom_jvp`, because JAX 0.11 with `jax_remat3` and
+# `jax_custom_vjp3` fails on a `custom_jvp` in the rule of a `custom_vjp`.
+first_order_p = Primitive("dafjax_first_order")
+first_order_p.def_impl(lambda x: x)
+first_order_p.def_abstract_eval(lambda aval: aval)
+mlir.register_lowering(first_order_p, lambda _, x: [x])
+ad.primitive_jvps[first_order_p] = _refuse
+batching.defvectorized(first_order_p)
+
+
+# A name for each dimension of an array. Dimensions with equal names are divided alike.
+Dimensions: TypeAlias = tuple[str, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class DivisionRule:
+    """Which dimensions of a primitive's operands and results are divided alike.
+
+    Attributes:
+        operands: The names of the dimensions of each operand.
+        results: The names of the dimensions of each result.
+        whole: The names of the dimensions that are never divided.
+    """
+
+    operands: tuple[Dimensions, ...]
+    results: tuple[Dimensions, ...]
+    whole: tuple[str, ...] = ()
+
+
+def independent(arrays: Iterable[Any]) -> tuple[Dimensions, ...]:
+    """Names the dimensions of arrays that are divided independently of all others."""
+    return tuple(
+        tuple(f"d{number}x{axis}" for axis in range(array.ndim))
+        for number, array in enumerate(arrays)
+    )
+
+
+def batch_of(rows: Any) -> Dimensions:
+    """Returns the names of the batch dimensions of rows `[*batch, n]`."""
+    return tuple(f"b{axis}" for axis in range(rows.ndim - 1))
+
+
+def rows_like(rows: Any, length: int, dtype: Any) -> Any:
+    """Returns the type of an array with the batch dimensions of `rows`.
+
+    On meshes with explicit axes the batch dimensions are divided like those of `rows`,
+    and the last dimension is not divided.
+    """
+    *batch, _ = rows.shape
+    sharding = rows.sharding
+    if not sharding.mesh.empty:
+        spec = PartitionSpec(*sharding.spec[:-1], None)
+        sharding = NamedSharding(sharding.mesh, spec)
+    return rows.update(
+        shape=(*batch, length), dtype=dtype, weak_type=False, sharding=sharding
+    )
+
+
+def reshaped(aval: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the type of an array of another shape, which no mesh axis divides."""
+    sharding = aval.sharding
+    if not sharding.mesh.empty:
+        spec = PartitionSpec(*[None] * len(shape))
+        sharding = NamedSharding(sharding.mesh, spec)
+    return aval.update(shape=shape, sharding=sharding)
+
+
+def is_divided(context: mlir.LoweringRuleContext) -> bool:
+    """Returns whether a lowering is for a program that XLA divides among devices."""
+    axes = context.module_context.axis_context
+    if isinstance(axes, sharding_impls.SPMDAxisContext):
+        # Inside a `shard_map` over all axes, every array is divided already.
+        return set(axes.manual_axes) != set(axes.mesh.axis_names)
+    return getattr(axes, "num_devices", None) != 1
+
+
+def check_not_exported(context: mlir.LoweringRuleContext) -> None:
+    """Raises if a lowering for several devices is for a program that is exported.
+
+    Raises:
+        NotImplementedError: The program is exported. XLA calls the division rule, a
+            Python function of this process, so other processes could not run the
+            program.
+    """
+    if context.module_context.lowering_parameters.for_export:
+        raise NotImplementedError(
+            "`jax.export` of a gradient that dafjax compresses, for several devices: "
+            "how its custom calls are divided is known to this process alone. Export "
+            "what each device runs, with `jax.shard_map` over all axes of the mesh in "
+            "the function that is exported; or export it for one device; or pass "
+            "`bits=None` to `dafjax.remat_compress`."
+        )
+
+
+def allow_division(primitive: Primitive) -> None:
+    """Makes JAX pass the devices of the program to the lowering of a primitive."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def divide(
+    function: Callable[..., tuple[Any, ...]], rule: DivisionRule
+) -> Callable[..., tuple[Any, ...]]:
+    """Returns a function that each device runs on its shards of the operands.
+
+    Args:
+        function: The function of one shard.
+        rule: Which dimensions may be divided. XLA reshards operands that are divided
+            otherwise.
+    """
+
+    # These functions run inside XLA, where an exception would stop the process.
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        known = _known(rule, operands, results)
+        of_results = _shardings(mesh, rule.results, known)
+        return mesh, function, of_results, _shardings(mesh, rule.operands, known)
+
+    def infer(mesh: Any, operands: Any, results: Any) -> Any:
+        del results
+        return _shardings(mesh, rule.results, _known(rule, operands, ()))
+
+    def sharding_rule(mesh: Any, operands: Any, results: Any) -> SdyShardingRule:
+        del mesh, operands, results
+        arrays = (*rule.operands, *rule.results)
+        # Shardy wants the names in order of appearance.
+        names = dict.fromkeys(name for dimensions in arrays for name in dimensions)
+        return SdyShardingRule(
+            tuple(ArrayMapping(*dimensions) for dimensions in rule.operands),
+            tuple(ArrayMapping(*dimensions) for dimensions in rule.results),
+            need_replication_factors=tuple(n for n in names if n in rule.whole),
+        )
+
+    divided = custom_partitioning(function)
+    divided.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=sharding_rule,
+        decode_shardings=True,
+    )
+    return divided
+
+
+def _known(
+    rule: DivisionRule, operands: Sequence[Any], results: Sequence[Any]
+) -> dict[str, Any]:
+    """Returns the mesh axes of each dimension that is divided.
+
+    If arrays disagree, the first one counts. No array uses a mesh axis for two of its
+    dimensions. XLA reshards arrays that do not match.
+    """
+    known: dict[str, Any] = {}
+    dimensions = (*rule.operands, *rule.results)
+    for array, names in zip((*operands, *results), dimensions, strict=False):
+        # The sharding is `None` if GSPMD has not decided yet.
+        spec = getattr(array.sharding, "spec", ())
+        for name, axes in zip(names, spec, strict=False):
+            if axes is None or name in rule.whole or name in known:
+                continue
+            beside = {n for other in dimensions if name in other for n in other}
+            taken = set().union(*(_axis_names(known[n]) for n in beside & set(known)))
+            if taken.isdisjoint(_axis_names(axes)):
+                known[name] = axes
+    return known
+
+
+def _axis_names(axes: Any) -> tuple[str, ...]:
+    return tuple(axes) if isinstance(axes, tuple) else (axes,)
+
+
+def _shardings(
+    mesh: Any, arrays: Sequence[Dimensions], known: dict[str, Any]
+) -> tuple[NamedSharding, ...]:
+    return tuple(
+        NamedSharding(mesh, PartitionSpec(*map(known.get, names))) for names in arrays
+    )
 
 
 def make_primitive(
@@ -91,7 +297,7 @@ def make_primitive(
     ) -> Sequence[Any]:
         if is_divided(context):
             params = where_divided(**params)
-        if not is_call_on_cuda or not _cuda_library.register():
+        if not is_call_on_cuda or not _cuda.register():
             return lower_reference(context, *operands, **params)
         return lower_to_custom_call("cuda", context, *operands, **params)
 
@@ -125,7 +331,7 @@ def make_primitive(
     mlir.register_lowering(primitive, lower_reference)
     if is_call_on_cpu:
         mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
-    if target in _cuda_library.HANDLERS:
+    if target in _cuda.HANDLERS:
         mlir.register_lowering(primitive, lower_on_cuda, platform="cuda")
     return primitive
 

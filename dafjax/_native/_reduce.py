@@ -1,20 +1,320 @@
-"""Primitives that reduce rows to their least and greatest value or sum of squares."""
+"""Reductions by custom calls, and the choice of their strategy.
 
+Strategies of reductions, and the scratch memory that they need.
+
+Measures how long reductions take on a device, for each strategy.
+
+Choice of a reduction's strategy on a device, from measured times.
+
+Profiles of this machine's devices: measured on first use and stored in files.
+
+Primitives that reduce rows to their least and greatest value or sum of squares.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import os
+import pathlib
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import platformdirs
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from dafjax._native._affine import DTYPES, check_dtype
-from dafjax._native._primitive import make_primitive
-from dafjax._native._reduction_shapes import STRATEGIES, num_parts, scratch_words
-from dafjax._native._sharding import DivisionRule, batch_of, rows_like
-from dafjax._native._tuning import profile_for
-from dafjax._typing import Array, Static
+from dafjax._native import _cuda, _library
+from dafjax._native._codes import DTYPES, check_dtype
+from dafjax._native._cuda import describe
+from dafjax._native._primitive import DivisionRule, batch_of, make_primitive, rows_like
+from dafjax._numbers import Array, Device, Static
+
+
+# In the order of `Strategy` in xla_ffi/format/reduction.h, which has the sizes, too.
+STRATEGIES = ("parallel", "atomic", "hybrid")
+_LEAST_PART_ELEMENTS = 8192
+_MOST_PARTS = 1024
+_STATE_WORDS = 4
+_PART_WORDS = 2
+
+
+def num_parts(row_elements: int) -> int:
+    """Returns the number of parts into which a reduction splits a row."""
+    return min(max(-(-row_elements // _LEAST_PART_ELEMENTS), 1), _MOST_PARTS)
+
+
+def scratch_words(row_elements: int) -> int:
+    """Returns the number of scratch uint32 that the reduction of a row needs."""
+    return _STATE_WORDS + _PART_WORDS * num_parts(row_elements)
+
+
+# In the order of `Reduction` in xla_ffi/format/reduction.h.
+REDUCTIONS = ("minmax", "sum_of_squares")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReductionCase:
+    """A reduction of float32 `[num_rows, row_elements]` to be timed.
+
+    Attributes:
+        reduction: One of `REDUCTIONS`.
+        strategy: One of `STRATEGIES`.
+        num_rows: Rows.
+        row_elements: Elements of a row.
+        num_launches: Number of launches that are timed together. The reported time is
+            the time of one.
+    """
+
+    reduction: str
+    strategy: str
+    num_rows: int
+    row_elements: int
+    num_launches: int
+
+
+def time_reductions(
+    device: Device, cases: Sequence[ReductionCase], num_rounds: int
+) -> np.ndarray:
+    """Times reductions on a device. Each round runs all cases in turn.
+
+    It waits for the device. It may be called while another program is traced or
+    lowered.
+
+    Returns:
+        Seconds of one launch, float32 `[num_rounds, len(cases)]`.
+    """
+    # Another thread does not inherit this thread's contexts: meshes, transfer guards.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(_time, device, tuple(cases), num_rounds).result()
+
+
+def _time(
+    device: Device, cases: Sequence[ReductionCase], num_rounds: int
+) -> np.ndarray:
+    if device.platform == "cpu":
+        _library.register()
+    else:
+        _cuda.register()
+    num_values = max(case.num_rows * case.row_elements for case in cases)
+    num_words = max(case.num_rows * scratch_words(case.row_elements) for case in cases)
+    num_rows = max(case.num_rows for case in cases)
+    call = jax.ffi.ffi_call(
+        "dafjax_time_reductions",
+        (
+            jax.ShapeDtypeStruct((num_rounds, len(cases)), jnp.float32),
+            jax.ShapeDtypeStruct((num_words,), jnp.uint32),
+            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+        ),
+    )
+    timed = np.array([_numbers(case) for case in cases], np.int64).reshape(-1)
+    # Any normal values will do: neither zero nor subnormal.
+    x = jax.device_put(np.linspace(1, 2, num_values, dtype=np.float32), device)
+    return np.asarray(jax.jit(lambda x: call(x, timed=timed)[0])(x))
+
+
+def _numbers(case: ReductionCase) -> tuple[int, int, int, int, int]:
+    return (
+        REDUCTIONS.index(case.reduction),
+        STRATEGIES.index(case.strategy),
+        case.num_rows,
+        case.row_elements,
+        case.num_launches,
+    )
+
+
+# Maps cases and a number of rounds to seconds, `[num_rounds, number of cases]`.
+Timer = Callable[[Sequence[ReductionCase], int], np.ndarray]
+
+# (rows, elements per row); every row has several parts. The arrays have at most 16 MiB:
+# above that, all strategies take as long as reading the array.
+GRID = tuple(
+    (num_rows, 1 << log2_elements)
+    for num_rows in (1, 16, 256)
+    for log2_elements in range(14, 23, 2)
+    if num_rows << log2_elements <= 1 << 22
+)
+# "atomic" is no candidate for sums, because its last bits may differ between calls.
+_CANDIDATES = {"minmax": STRATEGIES, "sum_of_squares": ("parallel", "hybrid")}
+# Another strategy must be faster than "parallel" by more than this factor, because
+# "parallel" needs neither state nor atomics.
+_NOTICEABLE = 1.03
+_NUM_ROUNDS = 7
+# Elements of all launches that are timed together. They take about 0.1 ms, far more
+# than waiting for the device and reading the clock.
+_ELEMENTS_AT_ONCE = 1 << 20
+_MOST_LAUNCHES = 32
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """How long the strategies of reductions take on a device.
+
+    Attributes:
+        times: By (reduction, rows, elements of a row), seconds by strategy.
+    """
+
+    times: Mapping[tuple[str, int, int], Mapping[str, float]]
+
+    def choose(self, reduction: str, num_rows: int, row_elements: int) -> str:
+        """Returns the fastest strategy at the nearest measured point.
+
+        The distance is the sum of the absolute logarithms of the ratios of `num_rows`
+        and `row_elements`. A row of one part needs no second step, so `"parallel"`.
+        """
+        if num_parts(row_elements) == 1 or num_rows == 0:
+            return "parallel"
+        nearest = min(
+            (key for key in self.times if key[0] == reduction),
+            key=lambda key: (
+                abs(math.log(key[1] / num_rows)) + abs(math.log(key[2] / row_elements))
+            ),
+        )
+        return fastest(self.times[nearest])
+
+
+def fastest(seconds: Mapping[str, float]) -> str:
+    """Returns the fastest strategy; `"parallel"` if it is at most 3 % slower."""
+    best = min(seconds, key=lambda strategy: seconds[strategy])
+    return "parallel" if seconds["parallel"] <= _NOTICEABLE * seconds[best] else best
+
+
+def measure(timer: Timer) -> Profile:
+    """Times all candidates on `GRID`, in about 0.3 s."""
+    cases = [
+        ReductionCase(reduction, strategy, *shape, _num_launches(*shape))
+        for reduction in REDUCTIONS
+        for shape in GRID
+        for strategy in _CANDIDATES[reduction]
+    ]
+    # Disturbances only make a round longer, so take the minimum.
+    seconds = np.min(timer(cases, _NUM_ROUNDS), axis=0)
+    times: dict[tuple[str, int, int], dict[str, float]] = {}
+    for case, least in zip(cases, seconds, strict=True):
+        key = (case.reduction, case.num_rows, case.row_elements)
+        times.setdefault(key, {})[case.strategy] = float(least)
+    return Profile(times)
+
+
+def _num_launches(num_rows: int, row_elements: int) -> int:
+    wanted = _ELEMENTS_AT_ONCE // (num_rows * row_elements)
+    return min(max(wanted, 4), _MOST_LAUNCHES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """A device's profile and its origin.
+
+    Attributes:
+        device: The facts about the device; a profile holds only for equal facts.
+        profile: The device's profile.
+        path: The file that stores the profile.
+        measured: Whether the profile was measured now, or loaded from the file.
+    """
+
+    device: dict[str, str]
+    profile: Profile
+    path: pathlib.Path
+    measured: bool
+
+
+def profile_for(platform_name: str) -> Profile | None:
+    """Returns the profile of the first device of a platform.
+
+    Returns:
+        The profile, or None if this process has no such device: a program may be
+        compiled for another machine.
+    """
+    try:
+        device = jax.local_devices(backend=platform_name)[0]
+    except RuntimeError:
+        return None
+    return _profile_of(device)
+
+
+@functools.cache
+def _profile_of(device: Device) -> Profile:
+    return tune_device(device).profile
+
+
+def tune_device(device: Device, *, redo: bool = False) -> Tuning:
+    """Loads a device's profile, or measures and stores it.
+
+    Args:
+        device: A device of this process.
+        redo: Whether to measure even if a stored profile exists.
+    """
+    described = describe(device)
+    path = _path_of(described)
+    profile = None if redo else load(path, described)
+    if profile is not None:
+        return Tuning(described, profile, path, measured=False)
+    profile = measure(functools.partial(time_reductions, device))
+    try:
+        save(path, described, profile)
+    except OSError as error:
+        warnings.warn(
+            f"The profile of {device.device_kind} cannot be kept in `{path}`: {error}. "
+            "Every process measures it anew, in some 0.3 s. Make the folder writable, "
+            "or set XDG_CACHE_HOME to one that is.",
+            stacklevel=2,
+        )
+    return Tuning(described, profile, path, measured=True)
+
+
+def _path_of(described: dict[str, str]) -> pathlib.Path:
+    text = json.dumps(described, sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return platformdirs.user_cache_path("dafjax") / f"reductions-{name}.json"
+
+
+def save(path: pathlib.Path, described: dict[str, str], profile: Profile) -> None:
+    """Writes a profile atomically, because other processes may read and write it, too.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    record = {
+        "device": described,
+        "times": [
+            {
+                "reduction": key[0],
+                "rows": key[1],
+                "elements": key[2],
+                "seconds": seconds,
+            }
+            for key, seconds in profile.times.items()
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    with open(file, "w", encoding="utf-8") as stream:
+        json.dump(record, stream, indent=1)
+    os.replace(name, path)
+
+
+def load(path: pathlib.Path, described: dict[str, str]) -> Profile | None:
+    """Reads a profile; None if the file is unreadable or is for another device."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["device"] != described:
+            return None
+        return Profile({_key(row): dict(row["seconds"]) for row in record["times"]})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _key(row: Any) -> tuple[str, int, int]:
+    return row["reduction"], row["rows"], row["elements"]
 
 
 def minmax(x: Array, *, strategy: str) -> tuple[Array, Array]:

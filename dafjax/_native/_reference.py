@@ -1,4 +1,8 @@
-"""The custom calls in jax.numpy, for platforms without a kernel: the same bytes.
+"""The packed formats in `jax.numpy`: the same bytes as the custom calls.
+
+Floating-point arithmetic on bit patterns, which no compiler flushes or contracts.
+
+The custom calls in jax.numpy, for platforms without a kernel: the same bytes.
 
 `xla_ffi/README.md` has the format and every formula. This module must reproduce that
 arithmetic exactly. So every product that a compiler could contract into a fused
@@ -11,12 +15,133 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dafjax._native import _float_bits as fb
-from dafjax._native._blocks import Blocks
-from dafjax._native._layout import TILE, num_blocks, num_tiles
-from dafjax._native._noise import checksums, checksums_of_codes, noise_words
-from dafjax._native._planes import pack_planes, to_tiles, unpack_planes
-from dafjax._typing import Array
+from dafjax._native._format import (
+    TILE,
+    Blocks,
+    checksums,
+    checksums_of_codes,
+    noise_words,
+    num_blocks,
+    num_tiles,
+    pack_planes,
+    to_tiles,
+    unpack_planes,
+)
+from dafjax._numbers import Array
+
+
+EXPONENT_MASK = 0x7F800000
+_MANTISSA_MASK = 0x007FFFFF
+_SIGN_MASK = 0x80000000
+_HIGH_HALF = 0xFFFF0000
+
+
+def to_bits(x: Array) -> Array:
+    """Returns the uint32 pattern of a float32 array."""
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def from_bits(bits: Array) -> Array:
+    """Returns the float32 array of a uint32 pattern."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def widened_bits(x: Array) -> Array:
+    """Returns the float32 pattern of a float32, bfloat16 or float16 array, exactly."""
+    if x.dtype == jnp.bfloat16:
+        return bfloat16_bits(x) << jnp.uint32(16)
+    # Every float16 is a normal float32 or zero, so this flushes nothing.
+    return to_bits(x.astype(jnp.float32))
+
+
+def is_finite(bits: Array) -> Array:
+    """Tells which float32 patterns are neither infinite nor NaN."""
+    return (bits & jnp.uint32(EXPONENT_MASK)) != jnp.uint32(EXPONENT_MASK)
+
+
+def flush(bits: Array) -> Array:
+    """Turns the patterns of subnormals and of -0 into the pattern of +0."""
+    has_exponent = (bits & jnp.uint32(EXPONENT_MASK)) != jnp.uint32(0)
+    return jnp.where(has_exponent, bits, jnp.uint32(0))
+
+
+def bfloat16_down(x: Array) -> Array:
+    """Rounds float32 towards minus infinity to a bfloat16 value, kept in float32."""
+    return _truncate_or_extend(x, extend_negative=True)
+
+
+def bfloat16_up(x: Array) -> Array:
+    """Rounds float32 towards plus infinity to a bfloat16 value, kept in float32."""
+    return _truncate_or_extend(x, extend_negative=False)
+
+
+def _truncate_or_extend(x: Array, *, extend_negative: bool) -> Array:
+    bits = to_bits(x)
+    is_negative = (bits & jnp.uint32(_SIGN_MASK)) != jnp.uint32(0)
+    extend = is_negative == jnp.asarray(extend_negative)
+    bits = bits + jnp.where(extend, jnp.uint32(0xFFFF), jnp.uint32(0))
+    return from_bits(bits & jnp.uint32(_HIGH_HALF))
+
+
+def bfloat16_bits(x: Array) -> Array:
+    """Returns the pattern of a bfloat16 array, in the low half of a uint32."""
+    return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+
+
+def to_bfloat16_exact(x: Array) -> Array:
+    """Converts float32 that holds bfloat16 values to bfloat16."""
+    return _from_half_bits(to_bits(x) >> jnp.uint32(16), jnp.bfloat16)
+
+
+def round_to(x: Array, dtype: jnp.dtype) -> Array:
+    """Rounds finite float32 to nearest even in `dtype`.
+
+    It computes in integers, because XLA may drop a narrowing cast before a widening
+    cast.
+    """
+    if dtype == jnp.float32:
+        return x
+    bits = to_bits(x)
+    if dtype == jnp.bfloat16:
+        return _from_half_bits(_round_off(bits, 16) >> jnp.uint32(16), jnp.bfloat16)
+    sign = (bits >> jnp.uint32(16)) & jnp.uint32(0x8000)
+    magnitude = bits & jnp.uint32(~_SIGN_MASK & 0xFFFFFFFF)
+    # The exponent bias is 127 in float32 and 15 in float16.
+    normal = (_round_off(magnitude, 13) - jnp.uint32(112 << 23)) >> jnp.uint32(13)
+    # Below 2^-14 float16 has the spacing 2^-24, as float32 has from 0.5 to 1.
+    half = jnp.float32(0.5)
+    subnormal = to_bits(from_bits(magnitude) + half) - to_bits(half)
+    is_normal = magnitude >= jnp.uint32((127 - 14) << 23)
+    return _from_half_bits(sign | jnp.where(is_normal, normal, subnormal), jnp.float16)
+
+
+def _round_off(bits: Array, count: int) -> Array:
+    """Rounds a pattern to nearest even at bit `count`; the bits below are garbage."""
+    odd = (bits >> jnp.uint32(count)) & jnp.uint32(1)
+    return bits + jnp.uint32((1 << (count - 1)) - 1) + odd
+
+
+def _from_half_bits(bits: Array, dtype: jnp.dtype) -> Array:
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), dtype)
+
+
+def power_over(scale: Array, exponent: Array) -> Array:
+    """Divides `2^exponent` by positive bfloat16 values kept in float32.
+
+    It divides integers, because GPU division is approximate. With
+    `scale = m * 2^(e - 7)`, 128 <= m < 256, the quotient is
+    `2^31 / m * 2^(exponent - e - 24)`. `2^31 / m` is between 2^23 and 2^24 and rounds
+    to an integer that float32 holds, so the result is correctly rounded. No quotient is
+    halfway between two integers, since m would have to be a power of two.
+    """
+    bits = to_bits(scale)
+    mantissa = ((bits & jnp.uint32(_MANTISSA_MASK)) >> jnp.uint32(16)) + jnp.uint32(128)
+    quotient = (jnp.uint32(1 << 31) + (mantissa >> jnp.uint32(1))) // mantissa
+    biased = (bits >> jnp.uint32(23)).astype(jnp.int32)
+    shift = exponent - (biased - jnp.int32(127)) - jnp.int32(24)
+    pattern = lax.bitcast_convert_type(quotient.astype(jnp.float32), jnp.int32)
+    pattern = pattern + (shift << jnp.int32(23))
+    return lax.bitcast_convert_type(pattern, jnp.float32)
 
 
 _MAX_BFLOAT16 = np.float32(float.fromhex("0x1.fep127"))
@@ -41,7 +166,7 @@ def pack_affine(
     size = x.shape[-1]
     blocks = Blocks(block_size, columns)
     code, scale, minimum = encode_padded(
-        _pad(fb.widened_bits(x), blocks.padded_size(size)),
+        _pad(widened_bits(x), blocks.padded_size(size)),
         seed,
         jnp.uint32(size),
         dtype=x.dtype,
@@ -57,8 +182,8 @@ def pack_affine(
     stored = num_blocks(size, block_size, columns)
     return (
         pack_planes(tiles, bits),
-        _cut(fb.to_bfloat16_exact(scale), stored),
-        _cut(fb.to_bfloat16_exact(minimum), stored),
+        _cut(to_bfloat16_exact(scale), stored),
+        _cut(to_bfloat16_exact(minimum), stored),
     )
 
 
@@ -96,8 +221,8 @@ def encode_padded(
     tiles = blocks.to_tiles(pattern)
     pattern = blocks.to_blocks(pattern)
 
-    finite = fb.is_finite(pattern)
-    value = fb.from_bits(fb.flush(pattern))
+    finite = is_finite(pattern)
+    value = from_bits(flush(pattern))
     counted = finite & present
     low = jnp.min(jnp.where(counted, value, jnp.float32(np.inf)), axis=-1)
     high = jnp.max(jnp.where(counted, value, jnp.float32(-np.inf)), axis=-1)
@@ -109,7 +234,7 @@ def encode_padded(
     minimum, scale = _affine_parameters(low, high, flagged, bits, dtype)
     fraction_bits = jnp.int32(16 - bits) + flagged.astype(jnp.int32)
     has_scale = scale > jnp.float32(0)
-    inverse = jnp.where(has_scale, fb.power_over(scale, fraction_bits), jnp.float32(0))
+    inverse = jnp.where(has_scale, power_over(scale, fraction_bits), jnp.float32(0))
     half_step = _power_of_two(-(fraction_bits + jnp.int32(1)))
     # Truncation to `fixed` loses half a unit of the fraction on average. The dithered
     # decoder adds it: its `middle` is half a unit above the mean of the noise.
@@ -128,13 +253,13 @@ def encode_padded(
 
     fraction_bits = fraction_bits.astype(jnp.uint32)[..., None]
     sign = flagged.astype(jnp.uint32) << jnp.uint32(31)
-    scale = fb.from_bits(fb.to_bits(scale) | sign)
+    scale = from_bits(to_bits(scale) | sign)
     if stochastic:
         if dithered:
             of_tiles = blocks.of_tiles(_joined(scale, minimum), tiles.shape[-3])
             checksum = checksums_of_codes(*of_tiles)
         else:
-            finite_tiles = jnp.where(fb.is_finite(tiles), tiles, jnp.uint32(0))
+            finite_tiles = jnp.where(is_finite(tiles), tiles, jnp.uint32(0))
             checksum = checksums(finite_tiles)
         words = blocks.from_tiles(noise_words(seed, checksum))
         noise = blocks.to_blocks(words) >> (jnp.uint32(16) - fraction_bits)
@@ -148,8 +273,8 @@ def encode_padded(
 
 def _joined(scale: Array, minimum: Array) -> Array:
     """Joins the bfloat16 scale and minimum of each group in one word."""
-    minimum = fb.to_bits(minimum.astype(jnp.float32))
-    return fb.to_bits(scale.astype(jnp.float32)) | (minimum >> jnp.uint32(16))
+    minimum = to_bits(minimum.astype(jnp.float32))
+    return to_bits(scale.astype(jnp.float32)) | (minimum >> jnp.uint32(16))
 
 
 def _affine_parameters(
@@ -161,10 +286,10 @@ def _affine_parameters(
     lowest = np.float32(-65280) if dtype == jnp.float16 else -_MAX_BFLOAT16
     step = jnp.where(flagged, _per_level(bits - 1), _per_level(bits))
 
-    zero = jnp.maximum(fb.bfloat16_down(low), lowest)
+    zero = jnp.maximum(bfloat16_down(low), lowest)
     room = (jnp.float32(np.float32(0.5) * limit) - half * zero) * step
-    cap = fb.bfloat16_down(jnp.minimum(room, _MAX_BFLOAT16))
-    scale = jnp.minimum(fb.bfloat16_up((half * high - half * zero) * step), cap)
+    cap = bfloat16_down(jnp.minimum(room, _MAX_BFLOAT16))
+    scale = jnp.minimum(bfloat16_up((half * high - half * zero) * step), cap)
     return zero, jnp.where(scale < _SMALLEST_SCALE, jnp.float32(0), scale)
 
 
@@ -259,13 +384,13 @@ def unpack_affine(
     value = (minimum * shrink + product * (shrink + shrink)) * grow
     if dithered:
         value = lax.clamp(-_largest(dtype), value, _largest(dtype))
-    value = fb.round_to(value, dtype)
+    value = round_to(value, dtype)
 
     # Select by integers: XLA:GPU would write booleans to memory, to decode less often.
     # The sign of a scale is the flag. In flagged groups, codes with the top bit set are
     # special.
     top = code << jnp.uint32(32 - kept) if kept else jnp.uint32(1 << 31)
-    special = lax.bitcast_convert_type(fb.to_bits(scale) & top, jnp.int32)
+    special = lax.bitcast_convert_type(to_bits(scale) & top, jnp.int32)
     word = jnp.uint32 if dtype == jnp.float32 else jnp.uint16
     mask = (special >> jnp.int32(31)).astype(word)
     finite = lax.bitcast_convert_type(value, word) & ~mask
@@ -276,12 +401,12 @@ def unpack_affine(
 def _half(code: Array) -> Array:
     """Returns half of a code of at most 8 bits, exactly, by one operation on floats."""
     base = _HALF_IS_LAST.view(np.uint32)
-    return fb.from_bits(code | base) - _HALF_IS_LAST
+    return from_bits(code | base) - _HALF_IS_LAST
 
 
 def _half_without_noise(code: Array, words: Array, scale: Array, bits: int) -> Array:
     """Returns half of a code minus its noise, exactly."""
-    flag = fb.to_bits(scale) >> jnp.uint32(31)
+    flag = to_bits(scale) >> jnp.uint32(31)
     fraction = jnp.uint32(16 - bits) + flag
     noise = words >> (jnp.uint32(16) - fraction)
     middle = jnp.uint32(1) << (fraction - jnp.uint32(1))

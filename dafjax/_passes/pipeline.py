@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Callable, Collection, Container
 from typing import final
 
-from dafjax._passes.bounded_exp import name_bounded
-from dafjax._passes.denominators import note_denominators
-from dafjax._passes.factored_sums import factor_sums
-from dafjax._passes.finishing import finish_early
-from dafjax._passes.lookups import look_up_first
-from dafjax._passes.phases import note_phases
+from dafjax._passes.algebra import factor_sums, finish_early, look_up_first
+from dafjax._passes.nonlinear import (
+    name_bounded,
+    name_slopes,
+    note_denominators,
+    note_phases,
+    note_relu_masks,
+)
 from dafjax._passes.pooling import note_places
-from dafjax._passes.relu_masks import note_relu_masks
-from dafjax._passes.tanh_slope import name_slopes
 from dafjax._trace.residuals import Program
 from dafjax.policies import AbstractPolicy
 
@@ -57,7 +57,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "tanh_slope",
-        "Two terms that cancel each other would double the noise behind a tanh.",
+        "Terms that cancel behind a tanh would look very sensitive to noise.",
         lambda program, _: name_slopes(program),
     ),
     Pass(

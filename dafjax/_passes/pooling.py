@@ -7,7 +7,7 @@ window, as exact bits: 2 bits for a window of 2 x 2, 4 bits for 3 x 3.
 
 The operand is then often recomputed from codes, and the layer above needs the pooled
 values. The maximum of values with rounding noise is too large. The element at the
-stored index has no bias, as in `relu_masks.py`.
+stored index has no bias, as in `nonlinear.py`.
 
 Equal elements, padding and NaN are treated as in JAX. The first of equal elements wins,
 in row-major order. Padding counts as -infinity; it wins if it comes first and nothing
@@ -39,7 +39,7 @@ from jax.core import ShapedArray
 
 from dafjax import config
 from dafjax._trace.equation import Constant, Equation, call_equation
-from dafjax._trace.operation import operations_of
+from dafjax._trace.graph import operations_of
 from dafjax._trace.residuals import Program, Recipe
 from dafjax._trace.tracing import names_of_place
 from dafjax.codecs import Bitmask

@@ -7,11 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from dafjax import config
-from dafjax._plan.steering import find_steering
+from dafjax._plan.analysis import find_steering
 from dafjax._trace.bodies import reads_packed
 from dafjax._trace.equation import Equation
-from dafjax._trace.graph import live_equations, names_of_user
-from dafjax._trace.operation import Operation, naming, operations_of
+from dafjax._trace.graph import (
+    Operation,
+    live_equations,
+    names_of_user,
+    naming,
+    operations_of,
+)
 from dafjax._trace.residuals import Program, Recipe
 from dafjax._trace.rules import Cost, Error
 from dafjax.codecs import Affine, Bitmask

@@ -1,14 +1,36 @@
-"""The plan of one traced function: which values are stored, how, in how many bytes."""
+"""Plans: what is saved of a program, under which name, and how to see it.
+
+The plan of one traced function: which values are stored, how, in how many bytes.
+
+Residual ids: a store distinguishes the residuals of a plan by these names.
+
+Records the plans that are part of a program while it is traced.
+
+Finds short-lived residuals: stored only while live memory is far below its peak.
+
+XLA gives a program one piece of memory, as large as the live values at the peak. The
+late layers of a convolutional network have small values. Their residuals are packed
+after the early layers have run, and read before the cotangents of the early layers are
+computed. So these residuals fit into memory that the program has for the early layers.
+Anywhere else they would cost their bytes.
+"""
 
 import collections
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import jax
 
-from dafjax._trace.equation import Equation
+from dafjax import config
+from dafjax._contexts import AS_PLANNED, putting_in_force
+from dafjax._trace.equation import Equation, values_of
+from dafjax._trace.graph import live_equations
 from dafjax._trace.residuals import Program
+from dafjax._trace.tracing import ClosedJaxpr, largest_nbytes, trace
 from dafjax.codecs import AbstractCodec
 
 
@@ -140,3 +162,186 @@ class ProgramPlan:
             )
 
         return frozenset(v for v in found if not is_only_turned(v))
+
+
+def place_of(item: Kept) -> str:
+    """Returns the place in the model and the primitive that compute a value."""
+    return "/".join(part for part in (item.name, item.primitive) if part)
+
+
+def site_names(plan: ProgramPlan) -> list[str]:
+    """Returns a name for each of `plan.kept`, the same in every process.
+
+    A name consists of the place, which `print_saved_residuals` shows; a number, if the
+    place computes several residuals; and some digits of the function's hash, because
+    blocks that are wrapped one by one have equal names of places. Blocks that are equal
+    in everything, shapes included, share their residual ids.
+    """
+    seen: collections.Counter[str] = collections.Counter()
+    names = []
+    for item in plan.kept:
+        place = place_of(item)
+        seen[place] += 1
+        number = f" {seen[place]}" if seen[place] > 1 else ""
+        names.append(f"{place}{number} @{plan.function[:8]}")
+    return names
+
+
+@final
+class PlanRecorder:
+    """Collects the plans of the wrapped functions that are traced meanwhile.
+
+    Each traced forward pass is a call with its own name. A search of the program for
+    these names finds the forward passes that are part of it: JAX also traces others.
+    """
+
+    # Names are never reused, because JAX may return a trace from its cache.
+    _NUMBERS = itertools.count()
+
+    def __init__(self) -> None:
+        self.plans: dict[str, ProgramPlan] = {}
+        # The derivative rules of these functions, and of bodies inside them.
+        self.rules: list[Any] = []
+
+    def name(self, plan: ProgramPlan) -> str:
+        """Returns the name for one more forward pass of a plan."""
+        name = f"dafjax_forward_{next(self._NUMBERS)}"
+        self.plans[name] = plan
+        return name
+
+
+@contextlib.contextmanager
+def record_plans() -> Iterator[PlanRecorder]:
+    """Collects the plans of the wrapped functions that are differentiated meanwhile."""
+    recorder = PlanRecorder()
+    token = _RECORDER.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _RECORDER.reset(token)
+
+
+def record_gradient(
+    fun: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[PlanRecorder, ClosedJaxpr]:
+    """Traces a function that is differentiated by all positional arguments.
+
+    Args:
+        fun: The function.
+        args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The recorder, and the traced program.
+    """
+
+    def differentiated(args: Any, kwargs: Any) -> Any:
+        _, pullback = jax.vjp(lambda args: fun(*args, **kwargs), args)
+        return pullback
+
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    with record_plans() as recorder, putting_in_force(AS_PLANNED):
+        closed, _, _ = trace(
+            lambda *leaves: differentiated(*jax.tree.unflatten(structure, leaves)),
+            leaves,
+        )
+    return recorder, closed
+
+
+_RECORDER: contextvars.ContextVar[PlanRecorder | None] = contextvars.ContextVar(
+    "recorder", default=None
+)
+
+
+def current_recorder() -> PlanRecorder | None:
+    """Returns the recorder that traced forward passes report to, if there is one."""
+    return _RECORDER.get()
+
+
+def find_brief(plan: ProgramPlan) -> frozenset[int]:
+    """Returns the residuals in inexact codes beside which no large value is made.
+
+    Returns none if the results of the function, without returned arguments, together
+    exceed the limit: their readers may need much memory before the backward pass
+    begins.
+
+    Args:
+        plan: The plan of a function whose backward pass follows its forward pass. (The
+            body of a loop is no such function.)
+    """
+    program = plan.program
+    kept = {
+        item.value: item
+        for item in plan.kept
+        if item.codec is not None and not item.codec.is_exact
+    }
+    read_beside = _largest_until_last_read(plan)
+    results = values_of(program.results)
+    forward = live_equations(
+        program.forward, (*results, *(item.value for item in plan.kept))
+    )
+    expensive = (eqn for eqn in forward if not eqn.rule.is_cheap)
+    # Cheap results, and values inside a loop, may never be in memory as a whole.
+    largest = max(
+        (program.nbytes(v) for eqn in expensive for v in eqn.outputs), default=0
+    )
+    most = int(largest * config.SHORT_LIVED)
+    made = {v for v in results if v >= program.num_arguments}
+    if sum(map(program.nbytes, made)) > most:
+        return frozenset()
+    brief = set()
+    beside = taken = 0
+    for eqn in reversed(forward):
+        for value in kept.keys() & eqn.outputs:
+            nbytes = kept[value].stored_nbytes
+            is_brief = max(beside, read_beside[value]) <= most
+            if is_brief and taken + nbytes <= most:
+                brief.add(value)
+                taken += nbytes
+        beside = max(beside, largest_nbytes(eqn.jaxpr))
+    return frozenset(brief)
+
+
+def _largest_until_last_read(plan: ProgramPlan) -> dict[int, int]:
+    """Returns, for each restored value, the bytes of the largest value made by then.
+
+    "By then" is the last use of the restored value. Counts the values that the backward
+    pass has computed or restored.
+    """
+    program = plan.program
+    gradients = values_of(program.gradients)
+    reads = [*(eqn.input_values for eqn in program.backward), gradients]
+    made = [*(largest_nbytes(eqn.jaxpr) for eqn in program.backward), 0]
+    restored = _restored_first(plan, reads)
+    of_each = (
+        max((nbytes, *map(program.nbytes, new)))
+        for nbytes, new in zip(made, restored, strict=True)
+    )
+    largest = list(itertools.accumulate(of_each, max))
+    found: dict[int, int] = {}
+    # In reverse order, the first read of a value is its last use.
+    last_reads = _restored_first(plan, reversed(reads))
+    for nbytes, new in zip(reversed(largest), last_reads, strict=True):
+        found.update(dict.fromkeys(new, nbytes))
+    return found
+
+
+def _restored_first(
+    plan: ProgramPlan, reads: Iterable[Iterable[int]]
+) -> Iterator[list[int]]:
+    """Yields, for each read, the values that it is the first to unpack or recompute."""
+    in_codes = {item.value for item in plan.kept if item.codec is not None}
+    known: set[int] = set()
+    for wanted in reads:
+        new = []
+        stack = list(wanted)
+        while stack:
+            value = stack.pop()
+            is_packed = value in in_codes
+            if value in known or not (is_packed or value in plan.recomputed):
+                continue
+            known.add(value)
+            new.append(value)
+            if not is_packed:
+                stack.extend(plan.recomputed[value].input_values)
+        yield new

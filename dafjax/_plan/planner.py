@@ -10,8 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from dafjax._bits import Bits, Use
-from dafjax._passes.relu_masks import with_masks_of_results
-from dafjax._plan.channels import find_channels
+from dafjax._passes.nonlinear import with_masks_of_results
+from dafjax._plan.analysis import (
+    find_channels,
+    find_one_sided,
+    find_uses,
+    with_spare_bits,
+)
 from dafjax._plan.decisions import applies, decide
 from dafjax._plan.extents import (
     extent_of_channels,
@@ -19,11 +24,8 @@ from dafjax._plan.extents import (
     extent_of_rows,
     find_extents,
 )
-from dafjax._plan.linearity import find_uses
 from dafjax._plan.normalized import Form, limit_in_codes, mixes, with_copies
-from dafjax._plan.one_sided import find_one_sided
 from dafjax._plan.plan import Kept, ProgramPlan
-from dafjax._plan.spare_bits import with_spare_bits
 from dafjax._trace.bodies import reads_packed
 from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.graph import live_equations

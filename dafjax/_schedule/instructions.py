@@ -14,8 +14,7 @@ import jax
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.steps import Division, Loop
 from dafjax._trace.equation import Atom, Equation
-from dafjax._trace.residuals import Program
-from dafjax._trace.text import atoms_text, equation_text
+from dafjax._trace.residuals import Program, atoms_text, equation_text
 from dafjax.codecs import AbstractCodec
 
 

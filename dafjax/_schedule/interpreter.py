@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dafjax._native import hold, pin, row_major, tie, tie_tree
+from dafjax._numbers import Array, ArrayTree
 from dafjax._schedule.chunks import Chunks
 from dafjax._schedule.instructions import (
     Barrier,
@@ -19,12 +20,10 @@ from dafjax._schedule.instructions import (
     Run,
     Unpack,
 )
-from dafjax._schedule.not_before import can_be_tied, fill_not_before, not_before
-from dafjax._schedule.probe import Probe
-from dafjax._schedule.stored import MeasuredHandle
-from dafjax._schedule.values import Frame, Values
+from dafjax._schedule.steps import can_be_tied, fill_not_before, not_before
+from dafjax._schedule.values import Frame, MeasuredHandle, Values
+from dafjax._sensitivity.importance import Probe
 from dafjax._trace.equation import look_up
-from dafjax._typing import Array, ArrayTree
 from dafjax.stores import AbstractStore
 
 

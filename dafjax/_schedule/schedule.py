@@ -7,7 +7,7 @@ packing saves. Only a data dependency that XLA cannot see through forces an orde
 barrier (`tie`), a custom call that returns its operands and, as far as XLA knows, needs
 all of them.
 
-So the backward pass, with its products in the order of `product_order.py`, is cut into
+So the backward pass, with its products in the order of `stages.py`, is cut into
 stages. A stage begins
 
 - before an expensive equation;
@@ -33,10 +33,10 @@ At the end of a stage the decoded values are dropped. A later use decodes them a
 which costs less than keeping them.
 
 A stage in which every equation works row by row, or sums over rows, runs in chunks of
-the rows, one after another (`division.py`, `chunks.py`). Then only its inputs and
+the rows, one after another (`chunking.py`, `chunks.py`). Then only its inputs and
 outputs exist as whole arrays. The product that computes the outgoing cotangent also
 runs in chunks, together with the weight gradient. On GPUs there are one or a few
-chunks, without a loop (`parts.py`). Lowering chooses between the two,
+chunks, without a loop (`chunking.py`). Lowering chooses between the two,
 because the platform is known only then.
 
 A stage that is not chunked has three more forced orders, each worth about one array at
@@ -59,17 +59,16 @@ import itertools
 from collections.abc import Container, Iterable, Sequence
 
 from dafjax import config
-from dafjax._passes.finishing import finishing_equations
+from dafjax._passes.algebra import finishing_equations
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.gradients import behind_last_reads
-from dafjax._schedule.parts import Parts
-from dafjax._schedule.product_order import order_products
-from dafjax._schedule.steps import Step, Unpacking
-from dafjax._schedule.stretches import (
+from dafjax._schedule.chunking import Parts
+from dafjax._schedule.stages import (
+    order_products,
     products_in_parts,
     with_divisions,
     with_lasting_parts,
 )
+from dafjax._schedule.steps import Step, Unpacking, behind_last_reads
 from dafjax._trace.equation import Atom, Equation, values_of
 from dafjax._trace.residuals import Program
 

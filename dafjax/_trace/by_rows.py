@@ -12,10 +12,9 @@ from typing import Any
 
 import jax.extend.core as jex_core
 
-from dafjax._trace.convolution_in_loop import convolve_in_loop
 from dafjax._trace.equation import Equation
 from dafjax._trace.rules import rule_of
-from dafjax._trace.sums import summing_rows
+from dafjax._trace.sums import convolve_in_loop, summing_rows
 
 
 def rows_read(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:

@@ -1,16 +1,22 @@
-"""A function's forward and backward programs, with a joint numbering of values."""
+"""A function and its transpose as one program, and its text.
+
+A function's forward and backward programs, with a joint numbering of values.
+
+Writes programs, equations and values as text.
+"""
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from dafjax import config
-from dafjax._trace.equation import Atom, Equation, renumber, values_of
+from dafjax._trace.equation import Atom, Constant, Equation, renumber, values_of
 from dafjax._trace.graph import flatten, is_array, live_equations
 from dafjax._trace.tracing import ClosedJaxpr, as_function, nbytes_of
 
@@ -305,3 +311,44 @@ def _where(items: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
 
 def _cotangents_of(avals: Sequence[Any]) -> list[Any]:
     return [aval.to_ct_aval() for aval in avals]
+
+
+def program_lines(program: Program) -> Iterator[str]:
+    """Yields a program as text, a line for each equation."""
+    arguments = (value_text(program, v) for v in range(program.num_arguments))
+    yield f"arguments {', '.join(arguments)}"
+    yield "forward"
+    yield from (f"  {equation_text(program, eqn)}" for eqn in program.forward)
+    yield f"  results {atoms_text(program.results)}"
+    cotangents = (value_text(program, v) for v in program.cotangents)
+    yield f"backward of {', '.join(cotangents)}"
+    yield from (f"  {equation_text(program, eqn)}" for eqn in program.backward)
+    yield f"  gradients {atoms_text(program.gradients)}"
+    for recipe in program.recipes.values():
+        where = "in codes" if recipe.needs_codes else "saved"
+        equation = equation_text(program, recipe.equation)
+        yield f"recipe {equation}, if %{recipe.needs} is {where}"
+
+
+def equation_text(program: Program, eqn: Equation) -> str:
+    """Returns an equation with its place in the model and the user's line."""
+    results = ", ".join(value_text(program, v) for v in eqn.outputs)
+    place = " ".join(filter(None, (eqn.place, eqn.source)))
+    text = f"{results} = {eqn.primitive} {atoms_text(eqn.operand_atoms)}"
+    return f"{text}  # {place}".rstrip(" #")
+
+
+def value_text(program: Program, value: int) -> str:
+    """Returns a value with its shape and dtype."""
+    return f"%{value} {program.avals[value].str_short()}"
+
+
+def atoms_text(atoms: Iterable[Atom | None]) -> str:
+    """Returns values as `%7`, numbers as they are, and `-` for `None`."""
+    return " ".join(map(_atom, atoms))
+
+
+def _atom(atom: Atom | None) -> str:
+    if not isinstance(atom, Constant):
+        return "-" if atom is None else f"%{atom}"
+    return str(atom.value) if np.ndim(atom.value) == 0 else "constant"

@@ -13,10 +13,16 @@ from dafjax._native import (
     unpack_bitmask,
     unpack_bitmask_fused,
 )
-from dafjax._native._layout import num_words
-from dafjax._typing import Array, Like
-from dafjax.codecs._abstract import AbstractCodec
-from dafjax.codecs._rows import from_rows, is_divided_by_type, rows_of, splits, to_rows
+from dafjax._native._format import num_words
+from dafjax._numbers import Array, Like
+from dafjax.codecs._abstract import (
+    AbstractCodec,
+    from_rows,
+    is_divided_by_type,
+    rows_of,
+    splits,
+    to_rows,
+)
 
 
 @final

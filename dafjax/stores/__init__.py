@@ -2,11 +2,11 @@
 
 from dafjax._native import PoolExhausted as PoolExhausted, StaleHandle as StaleHandle
 from dafjax.stores._abstract import AbstractStore as AbstractStore
-from dafjax.stores._arrays import Arrays as Arrays
-from dafjax.stores._growth import (
+from dafjax.stores._arrays import Arrays as Arrays, Host as Host
+from dafjax.stores._page_pool import PagePool as PagePool
+from dafjax.stores._pool_stats import (
     AdaptiveGrowth as AdaptiveGrowth,
     FixedGrowth as FixedGrowth,
+    PoolStats as PoolStats,
+    SiteStats as SiteStats,
 )
-from dafjax.stores._host import Host as Host
-from dafjax.stores._page_pool import PagePool as PagePool
-from dafjax.stores._pool_stats import PoolStats as PoolStats, SiteStats as SiteStats

@@ -7,10 +7,10 @@ from typing import final
 import jax
 import jax.numpy as jnp
 
-from dafjax._bits_in_force import BitsInForce, bits_in_force
+from dafjax._contexts import BitsInForce, bits_in_force
 from dafjax._native import ledger_note, pool_hash
+from dafjax._numbers import Array, ArrayTree, Like
 from dafjax._targets import Target
-from dafjax._typing import Array, ArrayTree, Like
 from dafjax.codecs import AbstractCodec, Affine, PackedAffine
 from dafjax.stores._abstract import AbstractStore
 

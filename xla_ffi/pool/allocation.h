@@ -23,7 +23,7 @@ struct SiteDemand {
 };
 
 // The fewest bits of a site, by those that are asked for; as the one of
-// dafjax/_meet_target.py. A request for the most is met: with fewer, what an exponential is
+// dafjax/allocation.py. A request for the most is met: with fewer, what an exponential is
 // taken of ruins the gradient. Others have half: more is asked for where a residual enters
 // nonlinearly, and importances, which are of first order, say too little there.
 constexpr int MinimumBits(int asked) {

@@ -1,0 +1,95 @@
+"""Settings that hold while functions are traced inside a `with` block.
+
+Transform override: another transform for wrapped functions during a comparison.
+
+Passes the active bit allocation to functions while they are traced.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import jax
+
+
+# Maps a function of flat arguments to another one, as `jax.checkpoint` does.
+Transform: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@final
+class StandIn:
+    """A transform that replaces `remat_compress` in wrapped functions; counts calls.
+
+    Each instance is equal only to itself and is part of the keys of JAX's caches. So
+    JAX never reuses a trace outside its override, and traces and counts every wrapped
+    function again, even if it was traced before.
+    """
+
+    def __init__(self, transform: Transform) -> None:
+        self._transform = transform
+        self.num_calls = 0
+
+    def __call__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+        """Runs the transformed function."""
+        self.num_calls += 1
+        return self._transform(fun)(*leaves)
+
+
+@contextlib.contextmanager
+def standing_in(transform: Transform) -> Iterator[StandIn]:
+    """Replaces `remat_compress` for wrapped functions within a `with` block.
+
+    Args:
+        transform: The replacement. It takes the wrapped function of flat arguments.
+    """
+    stand_in = StandIn(transform)
+    with _STAND_IN(stand_in):
+        yield stand_in
+
+
+# Unlike a `contextvars.ContextVar`, this is part of the keys of JAX's caches.
+_STAND_IN = jax.make_user_context(None)
+
+
+def current_stand_in() -> StandIn | None:
+    """Returns the active transform override, if any."""
+    return _STAND_IN.value
+
+
+@final
+class BitsInForce:
+    """Bits of the residuals of one traced program.
+
+    Each instance is equal only to itself, and is part of the keys of JAX's caches. So a
+    trace made with it is never reused without it: other bits mean another trace, even
+    of inner functions that `jax.jit` wraps.
+
+    Attributes:
+        ledger: Hash of the name of the ledger that backward passes report to.
+        bits: Bits by the hash of the residual's name. A missing residual has its
+            planned bits.
+    """
+
+    def __init__(self, ledger: int, bits: Mapping[int, int]) -> None:
+        self.ledger = ledger
+        self.bits = bits
+
+
+# For programs that are inspected and never run; this ledger does not exist.
+AS_PLANNED = BitsInForce(0, {})
+
+
+@contextlib.contextmanager
+def putting_in_force(bits: BitsInForce) -> Iterator[None]:
+    """Gives these bits to functions that are traced inside the context."""
+    with _IN_FORCE(bits):
+        yield
+
+
+# Unlike a `contextvars.ContextVar`, it is part of the keys of JAX's caches.
+_IN_FORCE: Any = jax.make_user_context(None)
+
+
+def bits_in_force() -> BitsInForce | None:
+    """Returns the bits allocated for the program being traced, if any."""
+    return _IN_FORCE.value

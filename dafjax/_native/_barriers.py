@@ -1,0 +1,369 @@
+"""Barriers: identities that order work, delay reads or fix layouts.
+
+Barriers ("ties"): primitives that make every result depend on every operand.
+
+XLA undoes rematerialization unless something forces an order. On CPUs jaxlib up to
+0.10.2 drops `optimization_barrier` before scheduling, so there a barrier is a custom
+call, which is opaque to XLA. Inputs that the results only wait for need not be results
+of this call.
+
+XLA:GPU keeps `optimization_barrier` until it has scheduled the program and then removes
+it, so there a tie is an `optimization_barrier`. A custom call would cost memory: its
+results reuse the buffers of its operands, and XLA computes nothing in place in a buffer
+that several values share. But XLA drops unused results from an `optimization_barrier`,
+and then nothing waits for them.
+
+Primitive that keeps an array in row-major order on GPUs: a layout constraint.
+
+Arguments and results of a program are row-major. XLA:GPU runs convolutions in other
+layouts, and elementwise operations in the layout of their operands. Without a
+constraint it transposes a weight first, for all computations that use it. It also
+transposes the optimizer's state of a weight, to match a transposed gradient.
+
+Primitive that delays the reads of an array until a token is computed.
+
+On CPUs a barrier on an argument would copy it. A `select` does not, if the array is
+copied anyway, for example into another layout. On GPUs a `select` would be a kernel,
+but a barrier costs nothing. There, however, XLA:GPU moves the layout that suits the
+consumers to before the barrier, and copies the array early. So the array crosses the
+barrier flattened: an array of one dimension has no layout.
+
+Primitive that makes XLA:GPU write an array in row-major order.
+
+Before a barrier XLA:GPU computes an array in the layout that is easiest to compute, and
+after the barrier transposes it for each matrix product that reads it. A layout
+constraint before the barrier costs nothing: the kernel that computes the array writes
+it in that layout.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval as pe
+
+from dafjax._native import _reference
+from dafjax._native._primitive import can_pass_through, is_divided, make_primitive
+from dafjax._numbers import Array, ArrayTree, Static
+
+
+def tie(
+    *arrays: Array,
+    num_awaited: int = 0,
+    num_settled: int = 0,
+    num_droppable: int = 0,
+    only_on_cpus: bool = False,
+) -> tuple[Array, ...]:
+    """Returns its arguments unchanged; each result waits for all arguments.
+
+    Results reuse the buffers of the operands, so nothing is copied. It has the
+    derivative of the identity. Arrays of extended dtypes (PRNG keys) do not take part
+    and are returned unchanged. On a GPU the other results do not wait for an argument
+    whose result is unused: see `hold`.
+
+    Args:
+        *arrays: Arrays of any shape and dtype.
+        num_awaited: Number of leading arrays that are barrier inputs only: the others
+            wait for them. On a CPU they wait for nothing themselves, and XLA can
+            compute in place in their buffers.
+        num_settled: Number of trailing arrays that are late outputs: they wait for the
+            others, but the others do not wait for them. On a GPU they wait for nothing,
+            because XLA:GPU delays the consumers of barrier results.
+        num_droppable: Number of leading arrays that JAX may drop from the barrier if
+            their results are unused; the others then do not wait for them.
+        only_on_cpus: Whether there is a barrier only on CPUs and where devices share
+            the arrays. On one GPU a value that XLA fuses into its consumer need not
+            wait, and XLA:GPU copies an operand at the point where it computes it.
+
+    Returns:
+        The same arrays, after the barrier.
+    """
+    operands = tuple(filter(can_pass_through, arrays))
+    awaited = sum(map(can_pass_through, arrays[:num_awaited]))
+    settled = sum(map(can_pass_through, arrays[len(arrays) - num_settled :]))
+    droppable = sum(map(can_pass_through, arrays[:num_droppable]))
+    tied = iter(
+        _bind(
+            operands,
+            num_awaited=awaited,
+            num_settled=settled,
+            num_droppable=droppable,
+            only_on_cpus=only_on_cpus,
+        )
+    )
+    return tuple(next(tied) if can_pass_through(x) else x for x in arrays)
+
+
+def hold(*arrays: Array, after: Sequence[Array]) -> tuple[Array, ...]:
+    """Returns its arguments unchanged; each result waits for all arguments.
+
+    Unlike `tie`, it is a custom call on GPUs, too. So the results also wait for
+    arguments whose results are unused. Results reuse the buffers of the operands. It
+    has the derivative of the identity.
+
+    Args:
+        *arrays: Arrays of any shape and dtype.
+        after: Barrier inputs only: more arrays that the results wait for. They keep
+            their own buffers.
+    """
+    awaited = tuple(filter(can_pass_through, after))
+    operands = tuple(filter(can_pass_through, arrays))
+    held = iter(
+        hold_p.bind(*awaited, *operands, num_awaited=len(awaited)) if operands else ()
+    )
+    return tuple(next(held) if can_pass_through(x) else x for x in arrays)
+
+
+def tie_tree(tree: ArrayTree, token: Array) -> tuple[ArrayTree, Array]:
+    """Puts one barrier on all leaves of a pytree and a token, and returns both."""
+    leaves, structure = jax.tree.flatten(tree)
+    *tied, token = tie(*leaves, token)
+    return jax.tree.unflatten(structure, tied), token
+
+
+def _bind(arrays: tuple[Array, ...], **params: Static) -> Sequence[Array]:
+    return tie_p.bind(*arrays, **params) if arrays else ()
+
+
+def _abstract_tie(*avals: Any, **_: Static) -> tuple[Any, ...]:
+    return avals
+
+
+def _tied_where_divided(**params: Static) -> dict[str, Static]:
+    # For divided arrays nothing is decoded inside its consumer's kernel (`_fused.py`).
+    return {**params, "only_on_cpus": False}
+
+
+def _run_on_cpu(*arrays: Array, num_awaited: int, **_: Static) -> list[Array]:
+    held = hold_p.bind(*arrays, num_awaited=num_awaited)
+    return [*arrays[:num_awaited], *held]
+
+
+def _held(*avals: Any, num_awaited: int) -> tuple[Any, ...]:
+    return avals[num_awaited:]
+
+
+def _jvp_of_held(
+    primals: Sequence[Array], tangents: Sequence[Any], *, num_awaited: int
+) -> tuple[Sequence[Array], Sequence[Any]]:
+    held = hold_p.bind(*primals, num_awaited=num_awaited)
+    return held, list(tangents[num_awaited:])
+
+
+def _batch_held(
+    operands: Sequence[Array], axes: Sequence[int | None], *, num_awaited: int
+) -> tuple[Sequence[Array], Sequence[int | None]]:
+    return hold_p.bind(*operands, num_awaited=num_awaited), axes[num_awaited:]
+
+
+def _jvp_of_tie(
+    primals: Sequence[Array], tangents: Sequence[Any], **params: Static
+) -> tuple[Sequence[Array], Sequence[Any]]:
+    return tie_p.bind(*primals, **params), list(tangents)
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, **_: Static) -> list[Any]:
+    return [
+        cotangent if ad.is_undefined_primal(operand) else None
+        for cotangent, operand in zip(cotangents, operands, strict=True)
+    ]
+
+
+def _batch_tie(
+    operands: Sequence[Array], axes: Sequence[int | None], **params: Static
+) -> tuple[Sequence[Array], Sequence[int | None]]:
+    return tie_p.bind(*operands, **params), axes
+
+
+def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], Any]:
+    """Drops unused results of a barrier, as far as they are droppable."""
+    if not any(used):
+        return [False] * len(used), None
+    droppable = equation.params["num_droppable"]
+    keeps = [is_used or n >= droppable for n, is_used in enumerate(used)]
+    params = {**equation.params, "num_droppable": sum(keeps[:droppable])}
+    kept = equation.replace(
+        invars=list(itertools.compress(equation.invars, keeps)),
+        outvars=list(itertools.compress(equation.outvars, keeps)),
+        params=params,
+    )
+    return keeps, kept
+
+
+# Returns its operands without the first `num_awaited`. On CPUs `tie_p` lowers to it.
+hold_p: Primitive = make_primitive(
+    "dafjax_hold",
+    target="dafjax_tie",
+    abstract_eval=_held,
+    reference=_reference.hold,
+    multiple_results=True,
+    aliased=True,
+)
+ad.primitive_jvps[hold_p] = _jvp_of_held
+batching.primitive_batchers[hold_p] = _batch_held
+tie_p: Primitive = make_primitive(
+    "dafjax_tie",
+    abstract_eval=_abstract_tie,
+    reference=_reference.tie,
+    multiple_results=True,
+    aliased=True,
+    is_call_on_cpu=False,
+    is_call_on_cuda=False,
+    where_divided=_tied_where_divided,
+)
+mlir.register_lowering(
+    tie_p, mlir.lower_fun(_run_on_cpu, multiple_results=True), platform="cpu"
+)
+ad.primitive_jvps[tie_p] = _jvp_of_tie
+pe.dce_rules[tie_p] = _without_unused
+ad.primitive_transposes[tie_p] = _transpose
+batching.primitive_batchers[tie_p] = _batch_tie
+
+
+def pin(x: Array) -> Array:
+    """Returns its argument, and stops XLA:GPU from moving a layout change across it.
+
+    On a GPU it is a custom call that reuses the buffer of its operand. Elsewhere it is
+    a no-op. It has the derivative of the identity.
+
+    Args:
+        x: An array. An array of an extended dtype (PRNG keys) is returned unchanged.
+    """
+    return pin_p.bind(x) if can_pass_through(x) else x
+
+
+def _abstract_pin(aval: Any) -> Any:
+    return aval
+
+
+def _batch_pin(operands: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
+    return pin_p.bind(*operands), axes[0]
+
+
+pin_p: Primitive = make_primitive(
+    "dafjax_pin",
+    target="dafjax_tie",
+    abstract_eval=_abstract_pin,
+    reference=_reference.pin,
+    multiple_results=False,
+    aliased=True,
+    is_call_on_cpu=False,
+)
+ad.deflinear2(pin_p, lambda cotangent, _: [cotangent])
+batching.primitive_batchers[pin_p] = _batch_pin
+
+
+def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
+    """Returns its arguments; XLA reads the first one only after the token is computed.
+
+    XLA:GPU also changes the layout of the array only after that. It has the derivative
+    of the identity.
+
+    Args:
+        x: An array of numbers.
+        token: A scalar that is 0 at run time; XLA must not be able to infer this.
+
+    Returns:
+        The array, and a token. Something must read this token, because XLA drops
+        unused results.
+    """
+    late, token = pin_late_p.bind(x, token)
+    return late, token
+
+
+def _abstract_pin_late(x: Any, token: Any) -> tuple[Any, Any]:
+    return x, token
+
+
+def _wait_flat(x: Array, token: Array) -> tuple[Array, Array]:
+    flat, token = lax.optimization_barrier((x.reshape(-1), token))
+    return flat.reshape(x.shape), token
+
+
+def _wait_shared(x: Array, token: Array) -> tuple[Array, Array]:
+    late, token = _reference.pin_late(x, token)
+    return pin(late), token
+
+
+def _lower_pin_late_on_cuda(
+    context: mlir.LoweringRuleContext, x: Any, token: Any
+) -> Sequence[Any]:
+    function = _wait_shared if is_divided(context) else _wait_flat
+    return mlir.lower_fun(function, multiple_results=True)(context, x, token)
+
+
+def _jvp_of_pin_late(
+    primals: Sequence[Array], tangents: Sequence[Any]
+) -> tuple[Sequence[Array], Sequence[Any]]:
+    return pin_late_p.bind(*primals), list(tangents)
+
+
+def _batch_pin_late(
+    operands: Sequence[Array], axes: Sequence[int | None]
+) -> tuple[Sequence[Array], Sequence[int | None]]:
+    x, token = operands
+    if axes[1] is not None:
+        # All batched tokens are 0, so any one will do.
+        token = lax.index_in_dim(token, 0, axes[1], keepdims=False)
+    return pin_late_p.bind(x, token), (axes[0], None)
+
+
+pin_late_p: Primitive = make_primitive(
+    "dafjax_pin_late",
+    abstract_eval=_abstract_pin_late,
+    reference=_reference.pin_late,
+    multiple_results=True,
+    is_call_on_cpu=False,
+)
+mlir.register_lowering(pin_late_p, _lower_pin_late_on_cuda, platform="cuda")
+ad.primitive_jvps[pin_late_p] = _jvp_of_pin_late
+batching.primitive_batchers[pin_late_p] = _batch_pin_late
+
+
+def row_major(x: Array) -> Array:
+    """Returns its argument, which XLA:GPU computes in row-major order.
+
+    On other platforms, and where devices share the array, it is a no-op. It has the
+    derivative of the identity.
+
+    Args:
+        x: An array. An array of an extended dtype (PRNG keys) is returned unchanged.
+    """
+    return row_major_p.bind(x) if can_pass_through(x) else x
+
+
+def _abstract_row_major(aval: Any) -> Any:
+    return aval
+
+
+def _constrain(x: Array) -> Array:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def _lower_row_major_on_cuda(
+    context: mlir.LoweringRuleContext, x: Any
+) -> Sequence[Any]:
+    lower = _reference.pin if is_divided(context) else _constrain
+    return mlir.lower_fun(lower, multiple_results=False)(context, x)
+
+
+def _batch_row_major(
+    operands: Sequence[Array], axes: Sequence[int]
+) -> tuple[Array, int]:
+    return row_major_p.bind(*operands), axes[0]
+
+
+row_major_p: Primitive = make_primitive(
+    "dafjax_row_major",
+    abstract_eval=_abstract_row_major,
+    reference=_reference.pin,
+    multiple_results=False,
+    is_call_on_cpu=False,
+)
+mlir.register_lowering(row_major_p, _lower_row_major_on_cuda, platform="cuda")
+ad.deflinear2(row_major_p, lambda cotangent, _: [cotangent])
+batching.primitive_batchers[row_major_p] = _batch_row_major

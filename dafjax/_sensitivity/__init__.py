@@ -1,0 +1,1 @@
+"""How much the rounding of each residual disturbs the gradient."""
