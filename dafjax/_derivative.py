@@ -123,17 +123,16 @@ def with_compressed_residuals(
     if perturbed is None:
         perturbed = (False,) * len(closed.in_avals)
     if not options.rematerialize:
-        function = _with_rule(
-            closed,
-            options,
-            activations,
-            slices=slices,
-            iterations=iterations,
-            always_perturbed=tuple(perturbed),
-            runs_again=False,
-            nbits_beside=0,
+        return _with_rule(
+            _Part(
+                closed,
+                options,
+                activations,
+                slices=slices,
+                iterations=iterations,
+                always_perturbed=tuple(perturbed),
+            )
         )
-        return _with_stopped_results(function, closed)
     segments, results = cut(closed, activations)
     moving = perturbed_values(closed, perturbed)
     # Segments that are not recomputed store their residuals at the same time, so they
@@ -141,9 +140,8 @@ def with_compressed_residuals(
     # in its own plan.
     num_waiting = max(1, sum(not segment.runs_again for segment in segments))
     of_loops = sum(segment.nbits_of_loops for segment in segments)
-    functions = []
-    for segment in segments:
-        function = _with_rule(
+    parts = (
+        _Part(
             segment.closed,
             options,
             segment.activations,
@@ -153,7 +151,9 @@ def with_compressed_residuals(
             runs_again=segment.runs_again,
             nbits_beside=(of_loops - segment.nbits_of_loops) // num_waiting,
         )
-        functions.append(_with_stopped_results(function, segment.closed))
+        for segment in segments
+    )
+    functions = [_with_rule(part) for part in parts]
 
     def run_segments(seed: jax.Array, *arguments: Any) -> list[Any]:
         env: dict[int, Any] = dict(enumerate(arguments))
@@ -163,6 +163,143 @@ def with_compressed_residuals(
         return look_up(results, env)
 
     return run_segments
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """A function, or a segment of one, that gets a derivative rule.
+
+    Attributes:
+        closed: The function.
+        options: The options of `remat_compress`.
+        activations: Positions of arguments that nothing else keeps alive.
+        slices: Positions of arguments that are slices of a loop's arrays.
+        iterations: How often it runs, if it belongs to the body of a loop or a branch.
+        always_perturbed: For every argument, whether it counts as perturbed always.
+        runs_again: Whether the backward pass recomputes it from its inputs.
+        nbits_beside: Bits of residuals that are stored at the same time.
+    """
+
+    closed: ClosedJaxpr
+    options: Options
+    activations: tuple[int, ...]
+    slices: tuple[int, ...]
+    iterations: int | None
+    always_perturbed: tuple[bool, ...]
+    runs_again: bool = False
+    nbits_beside: int = 0
+
+    @functools.cached_property
+    def evaluate(self) -> Callable[..., list[Any]]:
+        """The function of the same arguments, without a rule."""
+        return as_function(self.closed)
+
+    @functools.cached_property
+    def differentiable(self) -> tuple[bool, ...]:
+        """For every result, whether it has a cotangent."""
+        return tuple(map(is_differentiable, self.closed.out_avals))
+
+    def rule(
+        self, perturbed: tuple[bool, ...], *, recorded: bool, absorbed: bool
+    ) -> Rule:
+        """Returns the derivative rule.
+
+        Args:
+            perturbed: For every argument, whether its gradient is wanted.
+            recorded: Whether the plan is recorded, to be shown.
+            absorbed: Whether it is part of another wrapped function, which decides.
+        """
+        if absorbed:
+            return PlainRule(perturbed, self.differentiable, self.evaluate)
+        options, iterations = self.options, self.iterations or 1
+        source, name, shift = self.closed, None, 0
+        if has_bodies(source):
+            name = fingerprint_of_function(source, perturbed)
+            source = _with_wrapped_bodies(
+                source, options, self.activations, perturbed, iterations
+            )
+            # The seed becomes the first argument.
+            perturbed, shift = (False, *perturbed), 1
+        numbers = tuple(number + shift for number in self.activations)
+        # Inner wrapped functions are traced here. The outermost decides, so their
+        # residuals are part of this plan.
+        with _absorbing():
+            traced = differentiate(source, perturbed)
+            context = Context(options.policy, frozenset(numbers), iterations)
+            program = run_passes(traced, context, without=options.without_passes)
+        plan = make_plan(
+            program,
+            policy=options.policy,
+            bits=options.bits,
+            activations=numbers,
+            iterations=iterations,
+            function=name,
+            spares_bits=options.store.keeps_bits,
+            nbits_beside=self.nbits_beside,
+        )
+        slices = frozenset(n + shift for n in self.slices)
+        plan = dataclasses.replace(plan, slices=slices)
+        # Residuals of a body are never short-lived: other iterations run meanwhile.
+        if self.iterations is None and not options.store.takes_brief:
+            plan = dataclasses.replace(plan, brief=find_brief(plan))
+        if plan.compresses or options.policy.is_binding:
+            stages = Stages(traced, context, plan, options, iterations)
+            if self.runs_again:
+                return RerunRule(plan, program, options, numbers, stages)
+            return ScheduledRule(plan, options, stages)
+        if recorded:
+            # The residuals of `PlainRule` are hidden in JAX's pullback, so this lists
+            # an equivalent plan.
+            plan = make_plan(program, policy=SaveAll(), bits=options.bits)
+            return ScheduledRule(plan, options)
+        return PlainRule(perturbed, self.differentiable, as_function(source))
+
+    def seed_of(self, seed: Any, perturbed: Sequence[Any]) -> jax.Array:
+        """Returns the seed of the noise of one step, given the perturbed arguments."""
+        seed = jnp.asarray(_primal(seed))
+        # A body gets the seed of the function that wraps it.
+        return seed if self.iterations is not None else tie(freshen(seed, perturbed))[0]
+
+
+def _with_rule(part: _Part) -> Callable[..., list[Any]]:
+    """Returns `function(seed, *arguments)` with its own derivative rule."""
+    find_rule = functools.lru_cache(maxsize=16)(part.rule)
+
+    @jax.custom_vjp
+    def function(seed: jax.Array, *arguments: Any) -> list[Any]:
+        del seed
+        return mark_as_wrapped(part.evaluate(*arguments))
+
+    # `jax.disable_jit` concerns the user's function, which is traced already. dafjax
+    # needs jitted calls to name its operations and to compile its passes.
+    @jax.disable_jit(False)
+    def forward(seed: Any, *arguments: Any) -> tuple[list[Any], Any]:
+        pairs = zip(part.always_perturbed, arguments, strict=True)
+        perturbed = tuple(always or _is_perturbed(x) for always, x in pairs)
+        recorder = current_recorder()
+        # A body belongs to the function that wraps it, so it keeps its rule.
+        absorbed = part.iterations is None and _ABSORBED.get()
+        rule = find_rule(perturbed, recorded=recorder is not None, absorbed=absorbed)
+        if recorder is not None:
+            recorder.rules.append(rule)
+        operands = [_primal(argument) for argument in arguments]
+        seed = part.seed_of(seed, list(itertools.compress(operands, perturbed)))
+        if len(rule.perturbed) > len(perturbed):
+            operands.insert(0, seed)
+        results, residuals = rule.forward(seed, operands)
+        return results, (_Carried(rule, perturbed), residuals)
+
+    @jax.disable_jit(False)
+    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        carried, residuals = residuals
+        wanted = itertools.compress(cotangents, part.differentiable)
+        found = carried.rule.backward(residuals, [_instantiate(c) for c in wanted])
+        gradients = iter(found)
+        return None, *(next(gradients) if p else None for p in carried.perturbed)
+
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return _with_stopped_results(function, part.closed)
 
 
 def _with_stopped_results(
@@ -183,119 +320,6 @@ def _with_stopped_results(
         return [lax.stop_gradient(x) if stops else x for x, stops in pairs]
 
     return run
-
-
-def _with_rule(
-    closed: ClosedJaxpr,
-    options: Options,
-    activations: tuple[int, ...],
-    *,
-    slices: tuple[int, ...],
-    iterations: int | None,
-    always_perturbed: tuple[bool, ...],
-    runs_again: bool,
-    nbits_beside: int,
-) -> Callable[..., list[Any]]:
-    """Returns the function with its own derivative rule."""
-    evaluate = as_function(closed)
-    differentiable = tuple(map(is_differentiable, closed.out_avals))
-
-    @functools.lru_cache(maxsize=16)
-    def derivative(perturbed: tuple[bool, ...], recorded: bool, absorbed: bool) -> Rule:
-        if absorbed:
-            return PlainRule(perturbed, differentiable, evaluate)
-        source, name, shift = closed, None, 0
-        if has_bodies(closed):
-            name = fingerprint_of_function(closed, perturbed)
-            source = _with_wrapped_bodies(
-                closed, options, activations, perturbed, iterations or 1
-            )
-            # The seed becomes the first argument.
-            perturbed, shift = (False, *perturbed), 1
-        numbers = tuple(number + shift for number in activations)
-        # Inner wrapped functions are traced here. The outermost decides, so their
-        # residuals are part of this plan.
-        with _absorbing():
-            traced = differentiate(source, perturbed)
-            context = Context(options.policy, frozenset(numbers), iterations or 1)
-            program = run_passes(traced, context, without=options.without_passes)
-        plan = make_plan(
-            program,
-            policy=options.policy,
-            bits=options.bits,
-            activations=numbers,
-            iterations=iterations or 1,
-            function=name,
-            spares_bits=options.store.keeps_bits,
-            nbits_beside=nbits_beside,
-        )
-        plan = dataclasses.replace(plan, slices=frozenset(n + shift for n in slices))
-        # Residuals of a body are never short-lived: other iterations run meanwhile.
-        if iterations is None and not options.store.takes_brief:
-            plan = dataclasses.replace(plan, brief=find_brief(plan))
-        if plan.compresses or options.policy.is_binding:
-            stages = Stages(traced, context, plan, options, iterations or 1)
-            if runs_again:
-                return RerunRule(plan, program, options, numbers, stages)
-            return ScheduledRule(plan, options, stages)
-        if recorded:
-            # The residuals of `PlainRule` are hidden in JAX's pullback, so this lists
-            # an equivalent plan.
-            plan = make_plan(program, policy=SaveAll(), bits=options.bits)
-            return ScheduledRule(plan, options)
-        return PlainRule(perturbed, differentiable, as_function(source))
-
-    @jax.custom_vjp
-    def function(seed: jax.Array, *arguments: Any) -> list[Any]:
-        del seed
-        return mark_as_wrapped(evaluate(*arguments))
-
-    # `jax.disable_jit` concerns the user's function, which is traced already. dafjax
-    # needs jitted calls to name its operations and to compile its passes.
-    @jax.disable_jit(False)
-    def forward(seed: Any, *arguments: Any) -> tuple[list[Any], Any]:
-        perturbed = tuple(
-            always or _is_perturbed(argument)
-            for always, argument in zip(always_perturbed, arguments, strict=True)
-        )
-        rule = derivative(
-            perturbed,
-            current_recorder() is not None,
-            # A body belongs to the function that wraps it, so it keeps its rule.
-            iterations is None and _ABSORBED.get(),
-        )
-        recorder = current_recorder()
-        if recorder is not None:
-            recorder.rules.append(rule)
-        operands = [_primal(argument) for argument in arguments]
-        seed = jnp.asarray(_primal(seed))
-        if iterations is None:
-            # Not for a body, which gets the seed of the function that wraps it.
-            seed = tie(freshen(seed, list(itertools.compress(operands, perturbed))))[0]
-        if len(rule.perturbed) > len(perturbed):
-            operands.insert(0, seed)
-        results, residuals = rule.forward(seed, operands)
-        return results, (_Carried(rule, perturbed), residuals)
-
-    @jax.disable_jit(False)
-    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        carried, residuals = residuals
-        gradients = iter(
-            carried.rule.backward(
-                residuals,
-                [
-                    _instantiate(cotangent)
-                    for cotangent, wanted in zip(
-                        cotangents, differentiable, strict=True
-                    )
-                    if wanted
-                ],
-            )
-        )
-        return None, *(next(gradients) if p else None for p in carried.perturbed)
-
-    function.defvjp(forward, backward, symbolic_zeros=True)
-    return function
 
 
 def _with_wrapped_bodies(
