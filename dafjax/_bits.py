@@ -76,9 +76,10 @@ class Bits:
         nonlinear: Bits of the others. `None`: twice as many, at most 8.
         names: Patterns (`*`, `?` and `[...]` as in file names) and the bits of
             residuals whose names match, linear or not; the first match counts. A name
-            comes from `jax.ad_checkpoint.checkpoint_name`, or is the place in the model
-            as `dafjax.print_saved_residuals` prints it, or a part of that place between
-            slashes. A mapping, stored as a tuple of pairs.
+            comes from `jax.ad_checkpoint.checkpoint_name`, or is the name that
+            `dafjax.print_saved_residuals` and `dafjax.assess` print, or the place in
+            the model in it, or a part of that place between slashes. A mapping, stored
+            as a tuple of pairs.
 
     Raises:
         TypeError: An attribute has a wrong type.

@@ -330,9 +330,10 @@ def _warn_of_names_not_found(options: Options, closed: ClosedJaxpr) -> None:
     }
     if not patterns:
         return
-    names = sorted(names_in(closed))
+    names = sorted(names_in(closed, with_primitives=False))
+    listed = [*names, *names_in(closed, with_primitives=True)]
     for pattern, option in patterns.items():
-        if not matches(pattern, names):
+        if not matches(pattern, listed):
             warnings.warn(
                 f"`remat_compress({option}=...)`: no name in the function matches "
                 f"{pattern!r}. There are {_some(names)}. Names are given by "

@@ -82,7 +82,7 @@ class Residual:
         copies: How many copies are stored at the same time: one for each iteration of a
             loop.
         names: Its names: from `jax.ad_checkpoint.checkpoint_name`, its place in the
-            model, and the parts of that place between slashes.
+            model, the parts of that place between slashes, and its name in listings.
         program: Hash of the traced function that makes it.
         number: Its number in that function.
         operations: The operations that name it with

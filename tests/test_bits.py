@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import dafjax
 from dafjax import Bits
+from dafjax._plan.plan import place_of
 from dafjax.codecs import Affine
 from tests.helpers import relative_error
 
@@ -251,3 +252,25 @@ def test_bad_bits_are_named(arguments, error, message):
 def test_bits_are_hashable_data():
     assert hash(Bits(names={"a": 4})) == hash(Bits(2, 4, (("a", 4),)))
     assert Bits(names={"a": 4}) == Bits(2, 4, (("a", 4),))
+
+
+def test_names_in_listings_are_names_for_bits():
+    """A user copies them from `print_saved_residuals` or `assess`."""
+
+    def loss(w, x):
+        with jax.named_scope("block"):
+            x = jnp.tanh(x @ w)
+        return jnp.mean((jnp.exp(x @ w) @ w) ** 2)
+
+    w, x = jnp.ones((64, 64)), jnp.ones((512, 64))
+    plan = dafjax.saved_residuals(dafjax.remat_compress(loss), w, x)
+    listed = [place_of(item) for item in plan.kept if item.codec is not None]
+    assert set(listed) == {"block/dot_general", "exp", "dot_general"}
+    for name in listed:
+        wrapped = dafjax.remat_compress(loss, bits={name: 3})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plan = dafjax.saved_residuals(wrapped, w, x)
+        for item in plan.kept:
+            if item.codec is not None:
+                assert (item.codec.bits == 3) == (place_of(item) == name)

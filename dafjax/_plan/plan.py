@@ -30,7 +30,7 @@ from dafjax._contexts import AS_PLANNED, putting_in_force
 from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.graph import live_equations
 from dafjax._trace.residuals import Program
-from dafjax._trace.tracing import ClosedJaxpr, largest_nbytes, trace
+from dafjax._trace.tracing import ClosedJaxpr, largest_nbytes, listed_name, trace
 from dafjax.codecs import AbstractCodec
 
 
@@ -166,7 +166,7 @@ class ProgramPlan:
 
 def place_of(item: Kept) -> str:
     """Returns the place in the model and the primitive that compute a value."""
-    return "/".join(part for part in (item.name, item.primitive) if part)
+    return listed_name(item.name, item.primitive)
 
 
 def site_names(plan: ProgramPlan) -> list[str]:

@@ -30,7 +30,7 @@ from dafjax._trace.bodies import reads_packed
 from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.graph import live_equations
 from dafjax._trace.residuals import Program
-from dafjax._trace.tracing import names_of_place
+from dafjax._trace.tracing import listed_name, names_of_place
 from dafjax.codecs import AbstractCodec, Affine
 from dafjax.policies import (
     CODED_DTYPES,
@@ -466,10 +466,15 @@ def _default_codec(
 
 
 def _find_names(program: Program) -> dict[int, tuple[str, ...]]:
-    """Returns the names of each value: first its tags, then its place in the model."""
+    """Returns the names of each value.
+
+    First come its tags, then its place in the model, then the name that listings show.
+    """
     names: dict[int, tuple[str, ...]] = dict.fromkeys(range(len(program.avals)), ())
     for eqn in program.forward:
-        names.update(dict.fromkeys(eqn.outputs, names_of_place(eqn.place)))
+        listed = listed_name(eqn.place, eqn.primitive)
+        found = (*names_of_place(eqn.place), listed)
+        names.update(dict.fromkeys(eqn.outputs, found))
     for value, tags in program.tags.items():
         names[value] = (*tags, *names[value])
     return names

@@ -158,15 +158,24 @@ def _most_of_each(branches: Iterable[list[tuple[Any, int]]]) -> list[tuple[Any, 
     return [pair for found in most.values() for pair in found]
 
 
-def names_in(closed: ClosedJaxpr) -> frozenset[str]:
-    """Returns the names of values and scopes of a program, at any depth."""
+def names_in(closed: ClosedJaxpr, *, with_primitives: bool) -> frozenset[str]:
+    """Returns the names of values and scopes of a program, at any depth.
+
+    Args:
+        closed: The program.
+        with_primitives: Whether to add the names that listings show.
+    """
     names: set[str] = set()
 
     def visit(jaxpr: jex_core.Jaxpr) -> None:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "name":
                 names.add(eqn.params["name"])
-            names.update(names_of_place(place_of(eqn)))
+            place = place_of(eqn)
+            names.update(names_of_place(place))
+            if with_primitives:
+                names.add(listed_name(place, eqn.params.get("name", "")))
+                names.add(listed_name(place, eqn.primitive.name))
             for body in jaxprs_in_params(eqn.params):
                 visit(body)
 
@@ -177,6 +186,11 @@ def names_in(closed: ClosedJaxpr) -> frozenset[str]:
 def names_of_place(place: str) -> tuple[str, ...]:
     """Returns a place in the model and each part of its path."""
     return (place, *place.split("/")) if place else ()
+
+
+def listed_name(place: str, primitive: str) -> str:
+    """Returns the name of a value in listings: its place and what computes it."""
+    return "/".join(part for part in (place, primitive) if part)
 
 
 def has_primitive(closed: ClosedJaxpr, names: Container[str]) -> bool:
