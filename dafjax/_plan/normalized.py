@@ -81,7 +81,7 @@ def with_copies(
     copies: dict[int, Normalized] = {}
     for value, form in forms.items():
         source = producers.get(value) or readers[value]
-        copies[value] = _normalize(value, form, source, avals)
+        copies[value] = _Normalizer(value, form, source, avals).run()
         tags.update((copy, tags.get(value, ())) for copy in copies[value].copies)
     of_arguments = (v for v in copies if v < program.num_arguments)
     forward = [eqn for v in of_arguments for eqn in copies[v].equations]
@@ -123,94 +123,109 @@ def limit_in_codes(limit: float, bits: int) -> float:
     return limit * steps / (steps - 2) if steps > 2 else math.inf
 
 
-def _normalize(
-    value: int, form: Form, source: Equation, avals: list[Any]
-) -> Normalized:
-    dtype = jnp.dtype(avals[value].dtype)
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    # The dtype for statistics and scaling.
-    wide = jnp.float64 if jnp.finfo(dtype).bits == 64 else jnp.float32
-    take_parts = (lax.real, lax.imag) if is_complex else (_itself,)
-    statistics: list[int] = []
-    equations: list[Equation] = []
+@final
+class _Normalizer:
+    """Makes the equations that normalize one value, and the one that inverts them."""
 
-    def add(function: Callable[..., jax.Array]) -> int:
-        inputs = (value, *statistics)
-        output = len(avals)
-        operands = [avals[v] for v in inputs]
-        eqn = call_equation(function, operands, inputs, (output,), source)
-        avals.append(eqn.jaxpr.outvars[0].aval)
-        equations.append(eqn)
+    def __init__(
+        self, value: int, form: Form, source: Equation, avals: list[Any]
+    ) -> None:
+        self._value, self._form, self._source, self._avals = value, form, source, avals
+        self._dtype = jnp.dtype(avals[value].dtype)
+        self._is_complex = jnp.issubdtype(self._dtype, jnp.complexfloating)
+        self._take_parts = (lax.real, lax.imag) if self._is_complex else (_itself,)
+        # The dtype for statistics and scaling.
+        self._wide = jnp.float64 if jnp.finfo(self._dtype).bits == 64 else jnp.float32
+        self._scales: list[_Scale] = []
+        self._statistics: list[int] = []
+        self._equations: list[Equation] = []
+
+    def run(self) -> Normalized:
+        """Adds the copies and statistics to the values of the program."""
+        for extent in self._form.extents:
+            self._add_scale(extent)
+        copies = tuple(map(self._add_copy, self._take_parts))
+        inputs = (*copies, *self._statistics)
+        return Normalized(
+            copies=copies,
+            statistics=tuple(self._statistics),
+            equations=tuple(self._equations),
+            recompute=call_equation(
+                self.scaled_back,
+                [self._avals[v] for v in inputs],
+                inputs,
+                (self._value,),
+                self._source,
+            ),
+        )
+
+    def _add(self, function: Callable[..., jax.Array]) -> int:
+        """Adds the value that a function computes of the value and its statistics."""
+        inputs = (self._value, *self._statistics)
+        output = len(self._avals)
+        operands = [self._avals[v] for v in inputs]
+        eqn = call_equation(function, operands, inputs, (output,), self._source)
+        self._avals.append(eqn.jaxpr.outvars[0].aval)
+        self._equations.append(eqn)
         return output
 
-    scales: list[_Scale] = []
+    def _add_scale(self, extent: Extent) -> None:
+        place = len(self._statistics)
 
-    def normalize(part: jax.Array, found: Sequence[jax.Array]) -> jax.Array:
-        part = jnp.clip(part.astype(wide), -form.limit, form.limit)
-        for scale in scales:
+        def viewed(part: jax.Array, found: Sequence[jax.Array]) -> jax.Array:
+            return lax.reshape(self._normalize(part, found), extent.view)
+
+        def extent_mean(x: jax.Array, *found: jax.Array) -> jax.Array:
+            return _mean(viewed(x, found), extent.reduced)
+
+        if extent.is_centered and not self._is_complex:
+            self._statistics.append(self._add(extent_mean))
+
+        def extent_scale(x: jax.Array, *found: jax.Array) -> jax.Array:
+            parts = [viewed(take(x), found[:place]) for take in self._take_parts]
+            for mean in found[place:]:
+                spread = lax.expand_dims(mean, extent.reduced).astype(self._wide)
+                parts = [part - spread for part in parts]
+            return _half_octaves(parts, extent.reduced)
+
+        self._statistics.append(self._add(extent_scale))
+        places = tuple(range(place, len(self._statistics)))
+        self._scales.append(_Scale(extent, places))
+
+    def _add_copy(self, take: Callable[[jax.Array], jax.Array]) -> int:
+        dtype = self._dtype if self._dtype in CODED_DTYPES else jnp.float32
+
+        def normalized(x: jax.Array, *found: jax.Array) -> jax.Array:
+            return self._normalize(take(x), found).astype(dtype)
+
+        return self._add(normalized)
+
+    def _normalize(self, part: jax.Array, found: Sequence[jax.Array]) -> jax.Array:
+        limit = self._form.limit
+        part = jnp.clip(part.astype(self._wide), -limit, limit)
+        for scale in self._scales:
             part = scale.divide(part, found)
         return part
 
-    for extent in form.extents:
-        place = len(statistics)
-
-        def extent_mean(x: jax.Array, *found: jax.Array, extent: Any = extent) -> Any:
-            return _mean(lax.reshape(normalize(x, found), extent.view), extent.reduced)
-
-        if extent.is_centered and not is_complex:
-            statistics.append(add(extent_mean))
-
-        def extent_scale(
-            x: jax.Array, *found: jax.Array, extent: Any = extent, place: int = place
-        ) -> jax.Array:
-            parts = [
-                lax.reshape(normalize(take(x), found[:place]), extent.view)
-                for take in take_parts
-            ]
-            for mean in found[place:]:
-                parts = [
-                    x - lax.expand_dims(mean, extent.reduced).astype(wide)
-                    for x in parts
-                ]
-            return _half_octaves(parts, extent.reduced)
-
-        statistics.append(add(extent_scale))
-        scales.append(_Scale(extent, tuple(range(place, len(statistics)))))
-
-    def normalized_part(take: Callable[[jax.Array], jax.Array]) -> int:
-        def normalized(x: jax.Array, *found: jax.Array) -> jax.Array:
-            part = normalize(take(x), found)
-            return part.astype(dtype if dtype in CODED_DTYPES else jnp.float32)
-
-        return add(normalized)
-
-    def scaled_back(*operands: jax.Array) -> jax.Array:
-        parts, found = operands[: len(take_parts)], operands[len(take_parts) :]
-        if is_complex:
-            real, imaginary = (scale_back(part, found) for part in parts)
+    def scaled_back(self, *operands: jax.Array) -> jax.Array:
+        """Returns the value, given its copies and statistics."""
+        count = len(self._take_parts)
+        parts, found = operands[:count], operands[count:]
+        if self._is_complex:
+            real, imaginary = (self._scale_back(part, found) for part in parts)
             return lax.complex(real, imaginary)
         (part,) = parts
-        return scale_back(part, found).astype(dtype)
+        return self._scale_back(part, found).astype(self._dtype)
 
-    def scale_back(part: jax.Array, found: Sequence[jax.Array]) -> jax.Array:
-        if not scales:
+    def _scale_back(self, part: jax.Array, found: Sequence[jax.Array]) -> jax.Array:
+        if not self._scales:
             return part
-        scaled = part.astype(wide)
-        for scale in reversed(scales):
+        scaled = part.astype(self._wide)
+        for scale in reversed(self._scales):
             scaled = scale.multiply(scaled, found)
         # A code may decode to slightly more than the largest value of the dtype.
-        most = jnp.finfo(dtype).max.astype(wide)
+        most = jnp.finfo(self._dtype).max.astype(self._wide)
         return jnp.where(jnp.isfinite(part), jnp.clip(scaled, -most, most), scaled)
-
-    copies = tuple(map(normalized_part, take_parts))
-    inputs = (*copies, *statistics)
-    operands = [avals[v] for v in inputs]
-    return Normalized(
-        copies=copies,
-        statistics=tuple(statistics),
-        equations=tuple(equations),
-        recompute=call_equation(scaled_back, operands, inputs, (value,), source),
-    )
 
 
 def _itself(x: jax.Array) -> jax.Array:
