@@ -17,6 +17,7 @@ copy is live all the time. (ResNet-18: 19 MB.)
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
@@ -310,7 +311,7 @@ class Step:
         """The residuals to decode, in order."""
         return tuple(r.value for r in self.restored if isinstance(r, Unpacking))
 
-    @property
+    @functools.cached_property
     def recomputed(self) -> tuple[Equation, ...]:
         """The forward equations to recompute, in order."""
         return tuple(r for r in self.restored if isinstance(r, Equation))

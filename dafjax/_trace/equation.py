@@ -79,12 +79,12 @@ class Equation:
             return Error.CONTINUOUS
         return self.rule.error_of(is_complex=self._is_complex)
 
-    @property
+    @functools.cached_property
     def is_tame(self) -> bool:
         """Whether it is cheap and keeps a small error of an operand small."""
         return self.rule.is_cheap and self.error <= Error.CONTINUOUS
 
-    @property
+    @functools.cached_property
     def is_amplifying(self) -> bool:
         """Whether a small error of an operand can cause a huge one of the result."""
         return self.error is Error.AMPLIFIED
@@ -117,7 +117,7 @@ class Equation:
             (eqn,) = eqns
         return eqn
 
-    @property
+    @functools.cached_property
     def operand_atoms(self) -> tuple[Atom, ...]:
         """The operands of the primitive, including literals and repetitions."""
         atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
@@ -126,7 +126,7 @@ class Equation:
             for a in self.jaxpr.eqns[0].invars
         )
 
-    @property
+    @functools.cached_property
     def key(self) -> Any:
         """A hashable key that is the same for equations that compute the same.
 
@@ -227,7 +227,7 @@ class Equation:
         """Whether it selects: an operand only decides which of the others to take."""
         return self.primitive in ("select_n", "select_rectified")
 
-    @property
+    @functools.cached_property
     def makes_channels(self) -> bool:
         """Whether it is a product with weights whose last axis holds features.
 
@@ -244,7 +244,7 @@ class Equation:
         aval: Any = self.jaxpr.eqns[0].invars[1].aval
         return not batch and aval.ndim > len(contracted)
 
-    @property
+    @functools.cached_property
     def is_fusible(self) -> bool:
         """Whether it is cheap, so that XLA can fuse it into a kernel with others.
 
@@ -252,7 +252,7 @@ class Equation:
         """
         return _is_fusible(self.jaxpr)
 
-    @property
+    @functools.cached_property
     def has_effect(self) -> bool:
         """Whether it does more than compute its outputs."""
         return bool(self.jaxpr.eqns[0].effects)
@@ -272,7 +272,7 @@ class Equation:
         """The names of its scopes and of the transformations applied to it."""
         return str(self.jaxpr.eqns[0].source_info.name_stack)
 
-    @property
+    @functools.cached_property
     def place(self) -> str:
         """Its place in the model, for example `"ResNet/Block_0/Conv_0"`."""
         return place_of(self.jaxpr.eqns[0])

@@ -6,6 +6,7 @@ Writes programs, equations and values as text.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -106,7 +107,11 @@ class Program:
 
     def nbytes(self, value: int) -> int:
         """Returns the bytes of a value; 0 for dtypes without a size, such as keys."""
-        return nbytes_of(self.avals[value])
+        return self._nbytes[value]
+
+    @functools.cached_property
+    def _nbytes(self) -> tuple[int, ...]:
+        return tuple(map(nbytes_of, self.avals))
 
     def is_large(self, value: int) -> bool:
         """Returns whether a value is so large that its lifetime matters."""

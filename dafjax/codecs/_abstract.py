@@ -6,6 +6,7 @@ The interface of a codec: arrays to packed arrays and back.
 """
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,8 @@ from dafjax._numbers import Array, ArrayTree, Like
 _MOST_TOGETHER = 16 * TILE
 
 
-def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=1024)
+def rows_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape `[m, n]` of an array as rows, or `[n]` as one row.
 
     The first dimension of an array is mostly the batch axis, which devices divide among
