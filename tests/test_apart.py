@@ -18,7 +18,7 @@ from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Rows, Unpacking
 from dafjax._schedule.values import Values, codecs_in, parts_apart
 from dafjax.codecs import Affine
-from dafjax.policies import CompressDots, CompressExpensive, CompressNames
+from dafjax.policies import CompressExpensive, CompressNames
 from dafjax.stores import Arrays, _page_pool
 from tests import networks
 from tests.helpers import prepared, relative_error, scheduled
@@ -74,7 +74,7 @@ def joined(monkeypatch):
     return shapes
 
 
-def example(key, depth=3):
+def example(key, depth=2):
     params = networks.conv_params(key, depth, 32)
     return params, jax.random.normal(key, (32, 8, 8, 32))
 
@@ -209,7 +209,7 @@ class TestGradients:
         got = gradient(networks.conv_loss, *short)
         assert set(as_on_gpu) == {2}
         whole = at_once(monkeypatch, networks.conv_loss, *short)
-        exact = jax.grad(networks.conv_loss)(params, x)
+        exact = jax.jit(jax.grad(networks.conv_loss))(params, x)
         for a, b, c in zip(*map(jax.tree.leaves, (got, whole, exact)), strict=True):
             assert a.dtype == b.dtype == jnp.bfloat16
             assert relative_error(a, c) <= 1.05 * relative_error(b, c)
@@ -217,10 +217,8 @@ class TestGradients:
     @pytest.mark.parametrize(
         "options",
         [
-            {"policy": CompressDots()},
             {"policy": CompressNames(("y",))},
             {"rematerialize": True},
-            {"bits": 8},
         ],
         ids=repr,
     )
@@ -285,13 +283,12 @@ class TestGradients:
 
     # With noise the forward passes must be equal, of which it is drawn: they are where
     # XLA takes sums in the same order (jax 0.9.2 does not).
-    @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-    def test_shared_by_devices(self, rounding, key, as_on_gpu):
+    def test_shared_by_devices(self, key, as_on_gpu):
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
         rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
         params, x = example(key, 2)
-        policy = CompressExpensive(Affine(bits=2, rounding=rounding))
+        policy = CompressExpensive(Affine(bits=2))
         shared = jax.device_put(x, rows)
         got = gradient(networks.conv_loss, params, shared, policy=policy)
         assert set(as_on_gpu) == {2}
@@ -338,7 +335,7 @@ class TestWhereItRuns:
 
     @pytest.mark.parametrize(
         ("num_images", "max_parts", "num_parts"),
-        [(32, None, 4), (40, None, 4), (32, 2, 2)],
+        [(40, None, 4), (32, 2, 2)],
     )
     def test_what_is_in_a_page_pool_is_read_in_four_parts(
         self, num_images, max_parts, num_parts, key, as_on_gpu, monkeypatch
@@ -399,10 +396,13 @@ class TestMeasuredBits:
         importances = [taken["importances"][site] for site in by_name]
         return np.array([*importances, taken["gradient_energy"]])
 
-    @pytest.mark.parametrize("most", [1, 2])
     @pytest.mark.parametrize(
-        ("samples", "num_batches", "tolerance"),
-        [(1 << 30, 1, 1e-5), (config.SAMPLED_ELEMENTS, 16, 0.02)],
+        ("most", "samples", "num_batches", "tolerance"),
+        [
+            (1, 1 << 30, 1, 1e-5),
+            (2, 1 << 30, 1, 1e-5),
+            (2, config.SAMPLED_ELEMENTS, 16, 0.02),
+        ],
     )
     def test_importances_are_those_in_loops(
         self, key, as_on_gpu, monkeypatch, most, samples, num_batches, tolerance
