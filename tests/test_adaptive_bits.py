@@ -176,7 +176,7 @@ def test_with_a_target_nothing_is_evicted(pool, key, target):
     params = [jax.random.normal(k, (64, 64)) / 6 for k in keys[1:]]
     wrapped = dafjax.remat_compress(relu_loss, bits=target, store=pool)
     step = jax.jit(jax.grad(wrapped))
-    arguments = params, jax.random.normal(keys[0], (256, 64))
+    arguments = params, jax.random.normal(keys[0], (512, 64))
     for pages, rest in itertools.product((2, 4, 3), (0, 60_000)):
         pool.budget = 65536 * pages + rest
         run(step, arguments, 8)

@@ -79,6 +79,11 @@ def example(key, depth=2):
     return params, jax.random.normal(key, (32, 8, 8, 32))
 
 
+def mlp_example(key, num_examples=512):
+    params = networks.mlp_params(key, (64, 96, 16))
+    return params, jax.random.normal(key, (num_examples, 64))
+
+
 def explicit_mlp_loss(params, x):
     """That of the MLP on a mesh with explicit axes: each device has all weights."""
     whole = jax.sharding.PartitionSpec()
@@ -441,8 +446,8 @@ class TestMeasuredBits:
         assert_close(got, expected)
 
     def test_residuals_count_once_where_there_is_a_plugin(self, key, monkeypatch):
-        arguments = example(key)
-        steps = [self.step(), self.step()]
+        arguments = mlp_example(key)
+        steps = [self.step(networks.mlp_loss) for _ in range(2)]
         steps[0](*arguments)
         monkeypatch.setattr(_rules, "installed_plugins", lambda: ("plugin",))
         steps[1](*arguments)
@@ -450,25 +455,26 @@ class TestMeasuredBits:
         assert list(steps[1].bits.values()) == list(steps[0].bits.values())
 
     def test_nothing_is_lost_behind_a_gradient_without_elements(self, key):
-        params, x = example(key)
+        params, x = mlp_example(key)
 
         def loss(both, x):
-            return networks.conv_loss(both[1], x) + jnp.sum(both[0])
+            return networks.mlp_loss(both[1], x) + jnp.sum(both[0])
 
         got = self.importances(self.step(loss), (jnp.zeros((0, 5)), params), x)
-        expected = self.importances(self.step(), params, x)
+        expected = self.importances(self.step(networks.mlp_loss), params, x)
         np.testing.assert_allclose(got, expected, rtol=0.1)
 
     def test_residuals_of_a_branch_for_one_platform_count(self, key):
-        params, x = example(key)
-        wrapped = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
+        params, x = mlp_example(key)
+        wrapped = dafjax.remat_compress(networks.mlp_loss, bits=dafjax.AverageBits(2))
 
         def on_platforms(params, x):
             return jax.lax.platform_dependent(
-                params, x, cpu=jax.grad(wrapped), default=jax.grad(networks.conv_loss)
+                params, x, cpu=jax.grad(wrapped), default=jax.grad(networks.mlp_loss)
             )
 
-        expected, step = self.step(), dafjax.adaptive_jit(on_platforms)
+        expected = self.step(networks.mlp_loss)
+        step = dafjax.adaptive_jit(on_platforms)
         expected(params, x)
         step(params, x)
         assert step.nbytes == expected.nbytes > 0
@@ -477,8 +483,7 @@ class TestMeasuredBits:
     @pytest.mark.parametrize("num_examples", [96, 2048])
     def test_on_a_mesh_with_explicit_axes(self, num_examples, key):
         rows = jax.sharding.PartitionSpec("data")
-        params = networks.mlp_params(key, (64, 96, 96, 16))
-        x = jax.random.normal(key, (num_examples, 64))
+        params, x = mlp_example(key, num_examples)
         expected = self.importances(self.step(networks.mlp_loss), params, x)
         with jax.set_mesh(jax.make_mesh((2,), ("data",))):
             x = jax.reshard(x, rows)
@@ -487,8 +492,8 @@ class TestMeasuredBits:
         np.testing.assert_allclose(got, 2 * expected, rtol=0.1)
 
     def test_of_examples_that_devices_share_by_type(self, key):
-        params = networks.mlp_params(key, (64, 96, 96, 16))
-        x = jax.random.normal(key, (8, 64, 64))
+        params, x = mlp_example(key)
+        x = x.reshape(8, 64, 64)
         wrapped = dafjax.remat_compress(networks.mlp_loss, bits=dafjax.AverageBits(2))
 
         def mean_gradient(params, x):
