@@ -30,7 +30,7 @@ class Size:
 
 
 # For values.
-SMALL = Size(depth=3, rows=64)
+SMALL = Size(depth=2, rows=64)
 # For memory: an activation has 1 MiB, the weights of a layer 64 KiB.
 LARGE = Size(depth=10, rows=2048)
 

@@ -36,7 +36,7 @@ def mlp_loss(params: ArrayTree, x: jax.Array) -> jax.Array:
     return jnp.mean(mlp(params, x) ** 2)
 
 
-def conv_params(key: jax.Array, depth: int = 3, channels: int = 16) -> ArrayTree:
+def conv_params(key: jax.Array, depth: int = 2, channels: int = 16) -> ArrayTree:
     """Kernels, scales and biases of residual conv-norm-ReLU blocks."""
     blocks = []
     for n in range(depth):

@@ -57,7 +57,7 @@ def average_bits(pool):
     return np.mean([site.bits_kept for site in pool.stats().sites.values()])
 
 
-@pytest.mark.parametrize("bits", [1.5, 2, 3, 5.5])
+@pytest.mark.parametrize("bits", [1.5, 3, 5.5])
 def test_the_average_is_obeyed(pool, example, bits):
     loss = dafjax.remat_compress(relu_loss, bits=dafjax.AverageBits(bits), store=pool)
     run(jax.jit(jax.grad(loss)), example)
@@ -83,11 +83,12 @@ def test_importance_beats_the_same_bits_for_all(pool):
             total += 4.0**-number * jnp.mean(x**2)
         return total
 
-    keys = jax.random.split(jax.random.key(0), 8)
+    keys = jax.random.split(jax.random.key(0), 6)
     params = [jax.random.normal(key, (128, 128)) / 8 for key in keys[1:]]
     example = params, jax.random.normal(keys[0], (1024, 128))
-    exact = jax.grad(loss)(*example)
-    uniform = jax.grad(dafjax.remat_compress(loss, bits="tight", store=Arrays()))
+    exact = jax.jit(jax.grad(loss))(*example)
+    tight = dafjax.remat_compress(loss, bits="tight", store=Arrays())
+    uniform = jax.jit(jax.grad(tight))
     adaptive = dafjax.remat_compress(loss, bits=dafjax.AverageBits(2), store=pool)
     got = run(jax.jit(jax.grad(adaptive)), example)
     assert error(got, exact) < 0.5 * error(uniform(*example), exact)
@@ -124,7 +125,7 @@ def test_what_an_exponential_is_taken_of_keeps_eight_bits(pool):
     w = [jax.random.normal(keys[0], (64, 192)) / 8]
     w.append(jax.random.normal(keys[1], (64, 256)) / 8)
     example = w, jax.random.normal(keys[2], (1, 1024, 64))
-    exact = jax.grad(attention)(*example)
+    exact = jax.jit(jax.grad(attention))(*example)
     wrapped = dafjax.remat_compress(attention, bits=dafjax.AverageBits(2), store=pool)
     step = jax.jit(jax.grad(wrapped))
     # With 4 bits the error is 0.5, with 2 it is 1e11.
@@ -171,11 +172,11 @@ def test_a_budget_in_bytes_is_met(pool, example):
 def test_with_a_target_nothing_is_evicted(pool, key, target):
     """Bits are allocated for the pages of the pool's budget, whatever the target."""
     # Many residuals, each smaller than a page.
-    keys = jax.random.split(key, 17)
+    keys = jax.random.split(key, 9)
     params = [jax.random.normal(k, (64, 64)) / 6 for k in keys[1:]]
     wrapped = dafjax.remat_compress(relu_loss, bits=target, store=pool)
     step = jax.jit(jax.grad(wrapped))
-    arguments = params, jax.random.normal(keys[0], (256, 64))
+    arguments = params, jax.random.normal(keys[0], (512, 64))
     for pages, rest in itertools.product((2, 4, 3), (0, 60_000)):
         pool.budget = 65536 * pages + rest
         run(step, arguments, 8)
@@ -325,7 +326,7 @@ def test_blocks_that_are_wrapped_one_by_one_are_measured(pool, example):
     assert sum(site.importance is not None for site in sites) >= 3
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_pool_allocates_as_python_does(seed):
     rng = np.random.default_rng(seed)
     sites = []

@@ -90,7 +90,7 @@ def codes_in(closed):
 WEIGHTS = (jnp.float32(1e-2), jnp.float32(1.0))
 
 
-@pytest.mark.parametrize("bits", [1.5, 2.5, 3, 5])
+@pytest.mark.parametrize("bits", [1.5, 3, 5])
 def test_the_average_is_obeyed_and_what_matters_has_more_bits(example, bits):
     step = adaptive_gradient(two_branches, dafjax.AverageBits(bits))
     arguments = (*example, WEIGHTS)
@@ -104,7 +104,7 @@ def test_the_average_is_obeyed_and_what_matters_has_more_bits(example, bits):
     assert step.num_compiles == 2
 
 
-@pytest.mark.parametrize("nbytes", [12_000, 20_000, 40_000])
+@pytest.mark.parametrize("nbytes", [12_000, 40_000])
 def test_a_budget_in_bytes_is_met(example, nbytes):
     step = adaptive_gradient(two_branches, dafjax.Budget(nbytes))
     arguments = (*example, WEIGHTS)
@@ -126,7 +126,7 @@ def test_a_budget_that_is_too_small_says_what_is_needed(example):
 
 def test_a_ceiling_of_noise_holds_from_the_first_call(example):
     arguments = (*example, WEIGHTS)
-    exact = jax.grad(two_branches)(*arguments)
+    exact = jax.jit(jax.grad(two_branches))(*arguments)
     totals = []
     for ceiling in (1.0, 0.01):
         step = adaptive_gradient(two_branches, dafjax.NoiseCeiling(ceiling))
@@ -148,7 +148,7 @@ class TestWhetherItIsWorthIt:
         step = adaptive_gradient(loss, dafjax.AverageBits(2))
         run(step, example, 9)
         compiled, traced = step.num_compiles, len(traces)
-        run(step, example, 600)
+        run(step, example, 140)
         assert (step.num_compiles, len(traces)) == (compiled, traced)
         assert compiled <= 2
 
@@ -162,7 +162,7 @@ class TestWhetherItIsWorthIt:
 
         step = adaptive_gradient(loss, dafjax.AverageBits(2.5), most_compiles=most)
         weights = WEIGHTS
-        for call in range(1, 600):
+        for call in range(1, 140):
             if _adaptive_jit._is_reading(call):
                 # What was measured said the opposite.
                 weights = weights[::-1]
@@ -253,11 +253,11 @@ class TestGradients:
     @pytest.fixture
     def example(self, key):
         keys = jax.random.split(key, 6)
-        params = [jax.random.normal(k, (64, 64)) / 6 for k in keys[1:]]
+        params = [jax.random.normal(k, (64, 64)) / 6 for k in keys[1:5]]
         return params, jax.random.normal(keys[0], (512, 64))
 
     def errors(self, example):
-        exact = jax.grad(self.unequal)(*example)
+        exact = jax.jit(jax.grad(self.unequal))(*example)
         step = adaptive_gradient(self.unequal, dafjax.AverageBits(2))
         uniform = error(step(*example), exact)
         return uniform, error(run(step, example, 8), exact)

@@ -18,7 +18,7 @@ from dafjax._schedule.schedule import schedule_backward
 from dafjax._schedule.steps import Rows, Unpacking
 from dafjax._schedule.values import Values, codecs_in, parts_apart
 from dafjax.codecs import Affine
-from dafjax.policies import CompressDots, CompressExpensive, CompressNames
+from dafjax.policies import CompressExpensive, CompressNames
 from dafjax.stores import Arrays, _page_pool
 from tests import networks
 from tests.helpers import prepared, relative_error, scheduled
@@ -74,9 +74,14 @@ def joined(monkeypatch):
     return shapes
 
 
-def example(key, depth=3):
+def example(key, depth=2):
     params = networks.conv_params(key, depth, 32)
     return params, jax.random.normal(key, (32, 8, 8, 32))
+
+
+def mlp_example(key, num_examples=512):
+    params = networks.mlp_params(key, (64, 96, 16))
+    return params, jax.random.normal(key, (num_examples, 64))
 
 
 def explicit_mlp_loss(params, x):
@@ -209,7 +214,7 @@ class TestGradients:
         got = gradient(networks.conv_loss, *short)
         assert set(as_on_gpu) == {2}
         whole = at_once(monkeypatch, networks.conv_loss, *short)
-        exact = jax.grad(networks.conv_loss)(params, x)
+        exact = jax.jit(jax.grad(networks.conv_loss))(params, x)
         for a, b, c in zip(*map(jax.tree.leaves, (got, whole, exact)), strict=True):
             assert a.dtype == b.dtype == jnp.bfloat16
             assert relative_error(a, c) <= 1.05 * relative_error(b, c)
@@ -217,10 +222,8 @@ class TestGradients:
     @pytest.mark.parametrize(
         "options",
         [
-            {"policy": CompressDots()},
             {"policy": CompressNames(("y",))},
             {"rematerialize": True},
-            {"bits": 8},
         ],
         ids=repr,
     )
@@ -285,13 +288,12 @@ class TestGradients:
 
     # With noise the forward passes must be equal, of which it is drawn: they are where
     # XLA takes sums in the same order (jax 0.9.2 does not).
-    @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-    def test_shared_by_devices(self, rounding, key, as_on_gpu):
+    def test_shared_by_devices(self, key, as_on_gpu):
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
         rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
         params, x = example(key, 2)
-        policy = CompressExpensive(Affine(bits=2, rounding=rounding))
+        policy = CompressExpensive(Affine(bits=2))
         shared = jax.device_put(x, rows)
         got = gradient(networks.conv_loss, params, shared, policy=policy)
         assert set(as_on_gpu) == {2}
@@ -338,7 +340,7 @@ class TestWhereItRuns:
 
     @pytest.mark.parametrize(
         ("num_images", "max_parts", "num_parts"),
-        [(32, None, 4), (40, None, 4), (32, 2, 2)],
+        [(40, None, 4), (32, 2, 2)],
     )
     def test_what_is_in_a_page_pool_is_read_in_four_parts(
         self, num_images, max_parts, num_parts, key, as_on_gpu, monkeypatch
@@ -399,10 +401,13 @@ class TestMeasuredBits:
         importances = [taken["importances"][site] for site in by_name]
         return np.array([*importances, taken["gradient_energy"]])
 
-    @pytest.mark.parametrize("most", [1, 2])
     @pytest.mark.parametrize(
-        ("samples", "num_batches", "tolerance"),
-        [(1 << 30, 1, 1e-5), (config.SAMPLED_ELEMENTS, 16, 0.02)],
+        ("most", "samples", "num_batches", "tolerance"),
+        [
+            (1, 1 << 30, 1, 1e-5),
+            (2, 1 << 30, 1, 1e-5),
+            (2, config.SAMPLED_ELEMENTS, 16, 0.02),
+        ],
     )
     def test_importances_are_those_in_loops(
         self, key, as_on_gpu, monkeypatch, most, samples, num_batches, tolerance
@@ -441,8 +446,8 @@ class TestMeasuredBits:
         assert_close(got, expected)
 
     def test_residuals_count_once_where_there_is_a_plugin(self, key, monkeypatch):
-        arguments = example(key)
-        steps = [self.step(), self.step()]
+        arguments = mlp_example(key)
+        steps = [self.step(networks.mlp_loss) for _ in range(2)]
         steps[0](*arguments)
         monkeypatch.setattr(_rules, "installed_plugins", lambda: ("plugin",))
         steps[1](*arguments)
@@ -450,25 +455,26 @@ class TestMeasuredBits:
         assert list(steps[1].bits.values()) == list(steps[0].bits.values())
 
     def test_nothing_is_lost_behind_a_gradient_without_elements(self, key):
-        params, x = example(key)
+        params, x = mlp_example(key)
 
         def loss(both, x):
-            return networks.conv_loss(both[1], x) + jnp.sum(both[0])
+            return networks.mlp_loss(both[1], x) + jnp.sum(both[0])
 
         got = self.importances(self.step(loss), (jnp.zeros((0, 5)), params), x)
-        expected = self.importances(self.step(), params, x)
+        expected = self.importances(self.step(networks.mlp_loss), params, x)
         np.testing.assert_allclose(got, expected, rtol=0.1)
 
     def test_residuals_of_a_branch_for_one_platform_count(self, key):
-        params, x = example(key)
-        wrapped = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
+        params, x = mlp_example(key)
+        wrapped = dafjax.remat_compress(networks.mlp_loss, bits=dafjax.AverageBits(2))
 
         def on_platforms(params, x):
             return jax.lax.platform_dependent(
-                params, x, cpu=jax.grad(wrapped), default=jax.grad(networks.conv_loss)
+                params, x, cpu=jax.grad(wrapped), default=jax.grad(networks.mlp_loss)
             )
 
-        expected, step = self.step(), dafjax.adaptive_jit(on_platforms)
+        expected = self.step(networks.mlp_loss)
+        step = dafjax.adaptive_jit(on_platforms)
         expected(params, x)
         step(params, x)
         assert step.nbytes == expected.nbytes > 0
@@ -477,8 +483,7 @@ class TestMeasuredBits:
     @pytest.mark.parametrize("num_examples", [96, 2048])
     def test_on_a_mesh_with_explicit_axes(self, num_examples, key):
         rows = jax.sharding.PartitionSpec("data")
-        params = networks.mlp_params(key, (64, 96, 96, 16))
-        x = jax.random.normal(key, (num_examples, 64))
+        params, x = mlp_example(key, num_examples)
         expected = self.importances(self.step(networks.mlp_loss), params, x)
         with jax.set_mesh(jax.make_mesh((2,), ("data",))):
             x = jax.reshard(x, rows)
@@ -487,8 +492,8 @@ class TestMeasuredBits:
         np.testing.assert_allclose(got, 2 * expected, rtol=0.1)
 
     def test_of_examples_that_devices_share_by_type(self, key):
-        params = networks.mlp_params(key, (64, 96, 96, 16))
-        x = jax.random.normal(key, (8, 64, 64))
+        params, x = mlp_example(key)
+        x = x.reshape(8, 64, 64)
         wrapped = dafjax.remat_compress(networks.mlp_loss, bits=dafjax.AverageBits(2))
 
         def mean_gradient(params, x):

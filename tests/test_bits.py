@@ -86,8 +86,13 @@ def test_a_first_power_is_the_value_itself(factor, weights, x):
     assert bits_of(lambda w, x: jnp.sum(half_square(x @ w)), weights, x) == [2]
 
 
-@pytest.mark.parametrize("name", NONLINEAR)
-@pytest.mark.parametrize(("bits", "more"), [(1, 2), (2, 4), (4, 8), (8, 8)])
+@pytest.mark.parametrize(
+    ("name", "bits", "more"),
+    [
+        *((name, 2, 4) for name in NONLINEAR),
+        *(("tanh", 1, 2), ("gelu", 4, 8), ("bell", 8, 8)),
+    ],
+)
 def test_nonlinear_uses_have_twice_the_bits(name, bits, more, weights, x):
     def f(w, x):
         return before_a_product(NONLINEAR[name], w, x)

@@ -34,7 +34,7 @@ def assert_same_packed(packed: object, expected: object) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [0, 1, 257, 1024])
 def test_decode_restores_shape_and_dtype(
     codec: AbstractCodec, size: int, key: jax.Array
 ) -> None:
@@ -45,7 +45,7 @@ def test_decode_restores_shape_and_dtype(
 
 
 @every_codec
-@pytest.mark.parametrize("shape", [(), (3, 0, 2), (2, 3, 5, 7), (1, 513)])
+@pytest.mark.parametrize("shape", [(), (3, 0, 2), (2, 3, 5, 7)])
 def test_arrays_of_any_rank_keep_their_shape(
     codec: AbstractCodec, shape: tuple[int, ...], key: jax.Array
 ) -> None:
@@ -62,16 +62,16 @@ def test_an_array_is_packed_as_its_flattened_row(
 
 
 @every_codec
-@pytest.mark.parametrize("size", SIZES)
 def test_packed_nbytes_is_what_encode_produces(
-    codec: AbstractCodec, size: int, key: jax.Array
+    codec: AbstractCodec, key: jax.Array
 ) -> None:
-    x = example(codec, (size,), key)
-    # The next test shows that tracing tells the shapes.
-    packed = jax.tree.leaves(jax.eval_shape(codec.encode, x))
-    assert codec.packed_nbytes(like(x)) == sum(
-        p.size * p.dtype.itemsize for p in packed
-    )
+    dtype = example(codec, (1,), key).dtype
+    for size in SIZES:
+        x = jax.ShapeDtypeStruct((size,), dtype)
+        # The next test shows that tracing tells the shapes.
+        packed = jax.tree.leaves(jax.eval_shape(codec.encode, x))
+        nbytes = sum(p.size * p.dtype.itemsize for p in packed)
+        assert codec.packed_nbytes(x) == nbytes, size
 
 
 @every_codec
@@ -197,7 +197,7 @@ def test_a_codec_is_immutable(codec: AbstractCodec) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", ["int8", "uint32", "complex64"])
+@pytest.mark.parametrize("dtype", ["int8", "complex64"])
 def test_an_unsupported_dtype_is_refused_with_a_remedy(
     codec: AbstractCodec, dtype: str
 ) -> None:

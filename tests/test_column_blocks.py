@@ -87,16 +87,14 @@ def check_kernels(
 
 
 @every_columns
-@every_dtype
-def test_kernels_equal_the_oracle(
-    library: ModuleType, columns: int, dtype: str
-) -> None:
+def test_kernels_equal_the_oracle(library: ModuleType, columns: int) -> None:
     # The other parameters take turns.
-    turn = COLUMNS.index(columns) + FLOAT_DTYPES.index(dtype)
+    turn = 10 * COLUMNS.index(columns)
     for rows in NUM_ROWS:
         if rows * columns > LARGEST:
             continue
         turn += 1
+        dtype = FLOAT_DTYPES[turn // 4 % 3]
         x = mixed_rows(8, rows * columns, dtype, seed=turn)
         check_kernels(
             library,
@@ -125,8 +123,8 @@ def test_kernels_equal_the_oracle_for_all_parameters(
             check_kernels(library, x, columns, **code, stochastic=stochastic)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4, 8])
-@pytest.mark.parametrize(("rows", "columns"), [(1300, 64), (700, 96), (17, 2304)])
+@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize(("rows", "columns"), [(1300, 64), (17, 2304)])
 def test_threads_and_batches_do_not_change_the_bytes(
     library: ModuleType, rows: int, columns: int, threads: int
 ) -> None:
@@ -166,9 +164,7 @@ def check_primitives(
         assert_same_bits(unpack(*packed), decoded)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(0, 5), (1, 3), (70, 32), (17, 100), (1040, 1), (300, 64)]
-)
+@pytest.mark.parametrize(("rows", "columns"), [(0, 5), (1, 3), (17, 100), (1040, 1)])
 def test_custom_call_reference_and_oracle_agree(rows: int, columns: int) -> None:
     turn = rows + columns
     check_primitives(
@@ -219,7 +215,7 @@ def test_a_known_matrix_has_known_codes() -> None:
     assert codes[32:35].tolist() == [0b110, 0b110, 0]
 
 
-@every_columns
+@pytest.mark.parametrize("columns", [1, 33, 48, 64])
 def test_columns_are_packed_as_if_alone(columns: int) -> None:
     # To nearest: the noise depends on the tile.
     x = mixed_rows(8, 200 * columns, "float32", seed=columns).reshape(8, 200, columns)
@@ -257,7 +253,7 @@ def test_fewer_bits_are_a_prefix_of_eight(fewer: int, rng: np.random.Generator) 
     np.testing.assert_array_equal(prefix, codes >> (8 - fewer))
 
 
-@pytest.mark.parametrize("batch", [(), (0,), (3,), (2, 0, 3), (2, 3)])
+@pytest.mark.parametrize("batch", [(), (0,), (2, 3)])
 def test_batches_are_matrices_packed_alone(
     batch: tuple[int, ...], key: jax.Array
 ) -> None:
@@ -349,8 +345,10 @@ def test_columns_are_more_accurate_where_channels_differ(
     assert 5 < gain < 20
 
 
-@every_width
-@every_dtype
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    [(1, "float32"), (2, "bfloat16"), (3, "float16"), (4, "float32"), (8, "bfloat16")],
+)
 def test_values_that_are_not_finite_stay_in_their_channel(
     bits: int, dtype: str, rng: np.random.Generator
 ) -> None:
@@ -368,9 +366,7 @@ def test_values_that_are_not_finite_stay_in_their_channel(
     assert np.isinf(decoded[7, 5]) == (bits >= 3)
 
 
-@pytest.mark.parametrize(
-    "shape", [(), (5000,), (63, 64), (200, 33), (100, 0), (0, 64), (1, 1, 4096)]
-)
+@pytest.mark.parametrize("shape", [(), (5000,), (63, 64), (200, 33), (0, 64)])
 def test_few_rows_are_stored_in_row_blocks(
     shape: tuple[int, ...], key: jax.Array
 ) -> None:
@@ -425,8 +421,8 @@ def test_transformations_of_the_codec_agree_with_a_loop(key: jax.Array) -> None:
     assert_same_bits(decode(stacked), decoded)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (2, 40, 50, 48), (3000, 3), (1041, 256)])
-@every_width
+@pytest.mark.parametrize("shape", [(64, 64), (2, 40, 50, 48), (1041, 256)])
+@pytest.mark.parametrize("bits", [3, 8])
 def test_packed_nbytes_is_what_encode_produces(
     shape: tuple[int, ...], bits: int
 ) -> None:

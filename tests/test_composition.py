@@ -57,7 +57,7 @@ def assert_close_but_not_equal(got, want, *, least=1e-6, most=0.06):
 
 @pytest.fixture
 def mlp(key):
-    return networks.mlp_params(key), jax.random.normal(key, (32, 64))
+    return networks.mlp_params(key, (64, 96, 16)), jax.random.normal(key, (32, 64))
 
 
 def square(key, size=32, dtype=jnp.float32):
@@ -135,15 +135,26 @@ def temp_ratio(composition):
 
 # Their memory is checked with every change.
 _OF_EACH_KIND = (
-    *("jit", "vmap over examples", "in cond", "in while", "in scan", "nested"),
-    *("in jax.checkpoint", "of micro-batches", "bfloat16", "float64"),
+    *("jit", "vmap over examples", "in cond", "in scan", "nested"),
+    *("in jax.checkpoint", "bfloat16"),
+)
+
+
+# Others with every change are of the same kind.
+_LIKE_OTHERS = (
+    *("all arguments", "value_and_grad", "vmap over models", "of fori_loop"),
+    *("in fori_loop", "in while", "float16", "float32 in x64"),
+    *("closure over a traced value", "vjp twice, eager"),
 )
 
 
 class TestEveryComposition:
     """What `tests/compositions.py` lists."""
 
-    @pytest.mark.parametrize("name", COMPOSITIONS)
+    @pytest.mark.parametrize(
+        "name",
+        [slow(name) if name in _LIKE_OTHERS else name for name in COMPOSITIONS],
+    )
     def test_value_and_number_of_traces(self, name):
         composition = COMPOSITIONS[name]
         error, traces, traces_of_checkpoint = relative_error_and_traces(composition)
@@ -224,9 +235,7 @@ class TestVmap:
     @pytest.mark.parametrize(
         ("in_axes", "out_axes"),
         [
-            ((0, None, None), 0),
             ((None, 0, None), -1),
-            ((None, None, 0), 0),
             ((2, 1, 0), -1),
             ((-1, None, 0), 1),
         ],
@@ -513,8 +522,7 @@ def test_with_the_coming_remat_and_custom_vjp_of_jax():
         from tests.compositions import COMPOSITIONS
         from tests.test_composition import relative_error_and_traces, temp_ratio
 
-        names = "jit", "nested", "vmap over examples", "in vmap"
-        for name in (*names, "in jax.checkpoint", "of jax.checkpoint"):
+        for name in ("jit", "in vmap", "in jax.checkpoint", "of jax.checkpoint"):
             composition = COMPOSITIONS[name]
             try:
                 error, traces, _ = relative_error_and_traces(composition)

@@ -264,7 +264,7 @@ def test_each_thread_of_python_can_collect(pool):
 
 def test_training_gives_the_numbers_of_arrays(library):
     """Scans, branches, `vmap`, `jax.checkpoint`; pullbacks called twice and never."""
-    some = "scan-True or cond-True or called_twice or never_called"
+    some = "done_and_collected and (scan] or cond]) or called_twice or never_called"
     simulated_gpu.run_tests(library, "tests/test_pool_training.py", "-k", some)
 
 

@@ -64,11 +64,8 @@ ruled.defvjp(lambda h: (jnp.sin(h), h), lambda h, ct: (ct * jnp.cos(h),))
 FUNCTIONS = {
     "gelu": jax.nn.gelu,
     "softmax": jax.nn.softmax,
-    "silu": jax.nn.silu,
     "relu": jax.nn.relu,
-    "var": functools.partial(jnp.var, axis=-1),
     "layer norm": layer_norm,
-    "sin": jnp.sin,
     "dropout": dropout,
     "max pool": max_pool,
     "scan": scan,
@@ -102,7 +99,7 @@ def test_the_gradient_is_off_by_the_noise_of_codes(name, operands):
     loss = loss_of(FUNCTIONS[name])
     with jax.disable_jit():
         got = jax.grad(compressed(loss))(*operands)
-    assert 1e-6 < relative_error(got, jax.grad(loss)(*operands)) < 0.05
+    assert 1e-6 < relative_error(got, jax.jit(jax.grad(loss))(*operands)) < 0.05
 
 
 OPTIONS = {

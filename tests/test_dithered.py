@@ -54,8 +54,9 @@ def test_kernels_and_jax_numpy_give_the_same_bits(bits):
         (70 * 96, 96, 64),
         (40 * 32, 32, 256),
     ]
-    for turn, (size, columns, block_size) in enumerate(layouts):
-        # The dtypes take turns: all meet rows and columns.
+    # Layouts and dtypes take turns: all meet rows and columns.
+    some = layouts[oracle.BITS.index(bits) % 2 :: 2]
+    for turn, (size, columns, block_size) in enumerate(some):
         x = mixed_rows(8, size, FLOAT_DTYPES[(turn + bits) % 3], seed=bits)
         code = {"bits": bits, "block_size": block_size, "columns": columns}
         (codes, values), (expected_codes, expected) = round_trip(
@@ -151,8 +152,10 @@ def test_the_prediction_of_noise_knows_of_it(rng):
     assert sample_rounding_noise(Affine(), x) > 0.14
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("bits", oracle.BITS)
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    [*((bits, "float32") for bits in oracle.BITS), (2, "bfloat16"), (4, "float16")],
+)
 def test_what_is_not_finite_is_kept_and_what_is_finite_stays_so(dtype, bits, rng):
     codec = Affine(bits=bits, rounding="dithered")
     x = hostile_rows(rng, "not finite", 1, SIZE, dtype)[0]
@@ -192,7 +195,8 @@ def test_seeds_of_mapped_arrays_are_their_own(blocks, rng):
 
 
 def test_the_decoder_that_xla_fuses_gives_the_same_bits():
-    for dtype, bits, columns in itertools.product(FLOAT_DTYPES, (1, 2, 8), (0, 36)):
+    codes = zip(FLOAT_DTYPES, (1, 2, 8), strict=True)
+    for (dtype, bits), columns in itertools.product(codes, (0, 36)):
         x = jnp.asarray(mixed_rows(2, 70 * 36, dtype, seed=bits))
         code = {"bits": bits, "block_size": 64, "columns": columns}
         packed = pack_affine(

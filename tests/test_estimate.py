@@ -1,6 +1,7 @@
 """Memory of a step by method, and the largest batch: compiled, never run."""
 
 import functools
+import itertools
 import math
 import re
 
@@ -51,7 +52,7 @@ def mlp_example(batch=1024, depth=6):
 
 
 def conv_example(batch=16):
-    params = shapes_of(lambda: networks.conv_params(jax.random.key(0), 6))
+    params = shapes_of(lambda: networks.conv_params(jax.random.key(0), 3))
     return params, jax.ShapeDtypeStruct((batch, 16, 16, 16), jnp.float32)
 
 
@@ -88,7 +89,6 @@ def inner_jit_step(wrap):
 
 STEPS = {
     "mlp": (mlp_step, mlp_example()),
-    "conv": (conv_step, conv_example()),
     "scan": (
         scan_step,
         (
@@ -111,12 +111,12 @@ def test_each_method_is_the_step_written_by_hand(name):
 
 
 def test_compiler_options_reach_xla():
-    make_step, args = STEPS["conv"]
+    args = conv_example()
     got = dafjax.estimate(
-        make_step(dafjax.remat_compress), *args, compiler_options=MEMORY_OPTIMIZED
+        conv_step(dafjax.remat_compress), *args, compiler_options=MEMORY_OPTIMIZED
     )
     for method, wrap in WRAPS.items():
-        expected = analysis(make_step(wrap), *args, **MEMORY_OPTIMIZED)
+        expected = analysis(conv_step(wrap), *args, **MEMORY_OPTIMIZED)
         assert_equals(getattr(got, method), expected)
 
 
@@ -189,7 +189,7 @@ def test_an_nnx_step_is_compared_with_the_step_under_nnx_remat():
     assert got.dafjax_ratio < 0.6
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
 def test_what_was_traced_before_is_found_by_no_other_method(order, key):
     """Calls, estimates and searches share functions that `jax.jit` has cached."""
     inner = jax.jit(dafjax.remat_compress(networks.mlp))
@@ -198,7 +198,7 @@ def test_what_was_traced_before_is_found_by_no_other_method(order, key):
     def step(params, x):
         return jax.grad(lambda p: jnp.mean(jnp.square(inner(p, x))))(params)
 
-    params = networks.mlp_params(key, (128,) * 6)
+    params = networks.mlp_params(key, (128,) * 4)
     x = jax.random.normal(key, (1024, 128))
     expected = {
         method: analysis(inner_jit_step(wrap), params, x).temp_size_in_bytes
@@ -233,7 +233,7 @@ def test_what_was_traced_before_is_found_by_no_other_method(order, key):
 
 def test_other_wrapped_functions_of_the_same_function_still_compress(key):
     """The cache of one wrapped function holds nothing of another's."""
-    args = networks.mlp_params(key, (128,) * 6), jax.random.normal(key, (1024, 128))
+    args = networks.mlp_params(key, (128,) * 4), jax.random.normal(key, (1024, 128))
     dafjax.estimate(jax.grad(dafjax.remat_compress(networks.mlp_loss)), *args)
     step = jax.grad(dafjax.remat_compress(networks.mlp_loss, bits=4))
     plain = analysis(jax.grad(networks.mlp_loss), *args).temp_size_in_bytes
@@ -317,8 +317,9 @@ def test_a_step_must_be_a_function():
 LIMIT_NBYTES = 4 * MIB
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("multiple_of", [1, 24])
+@pytest.mark.parametrize(
+    ("method", "multiple_of"), [("dafjax", 1), ("plain", 24), ("checkpoint", 24)]
+)
 def test_the_batch_fits_and_the_next_does_not(method, multiple_of):
     step = mlp_step(dafjax.remat_compress)
     got = dafjax.fit_batch(
@@ -328,9 +329,12 @@ def test_the_batch_fits_and_the_next_does_not(method, multiple_of):
     assert got.batch > multiple_of
 
     def total(batch):
-        args = mlp_example(batch)
-        memory = getattr(dafjax.estimate(step, *args), method)
-        return memory.total_nbytes
+        memory = analysis(mlp_step(WRAPS[method]), *mlp_example(batch))
+        return (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            + memory.temp_size_in_bytes
+        )
 
     assert total(got.batch) == got.memory.total_nbytes <= LIMIT_NBYTES
     assert total(got.batch + multiple_of) > LIMIT_NBYTES
@@ -340,16 +344,6 @@ def test_the_batch_fits_and_the_next_does_not(method, multiple_of):
     assert re.fullmatch(
         rf"{method}: a batch of {got.batch} needs [34]\.\d MiB of 4\.0 MiB", str(got)
     )
-
-
-def test_more_fits_with_dafjax():
-    step = mlp_step(dafjax.remat_compress)
-    fit = functools.partial(
-        dafjax.fit_batch, step, mlp_example, "16MiB", multiple_of=64
-    )
-    # On jax 0.9, where both need 2 MB more, by a factor of 1.44.
-    least = 1.4 if jax.__version_info__ < (0, 10) else 1.5
-    assert fit().batch > least * fit(method="plain").batch
 
 
 def test_no_batch_above_the_largest_is_tried():
@@ -384,24 +378,23 @@ BYTES_OF_COUNTS = {
 
 
 @pytest.mark.parametrize("name", BYTES_OF_COUNTS)
-@pytest.mark.parametrize("limit", [50, 3000, 30_000, 10**7])
-@pytest.mark.parametrize("most", [1, 2, 77, 8192])
-def test_the_search_ends_where_it_says(name, limit, most):
-    calls = []
+def test_the_search_ends_where_it_says(name):
+    for limit, most in itertools.product((50, 3000, 30_000, 10**7), (1, 2, 77, 8192)):
+        calls = []
 
-    def nbytes_of(n):
-        assert 1 <= n <= most
-        assert n not in calls
-        calls.append(n)
-        return BYTES_OF_COUNTS[name](n)
+        def nbytes_of(n, most=most, calls=calls):
+            assert 1 <= n <= most
+            assert n not in calls
+            calls.append(n)
+            return BYTES_OF_COUNTS[name](n)
 
-    got = largest_that_fits(nbytes_of, limit, most)
-    assert got == 0 or BYTES_OF_COUNTS[name](got) <= limit
-    assert got == most or BYTES_OF_COUNTS[name](got + 1) > limit
-    assert {got, min(got + 1, most)} - {0} <= set(calls)
-    assert len(calls) <= 6 * math.log2(most) + 2
-    if name in ("linear", "raw at first"):
-        assert len(calls) <= 7
+        got = largest_that_fits(nbytes_of, limit, most)
+        assert got == 0 or BYTES_OF_COUNTS[name](got) <= limit
+        assert got == most or BYTES_OF_COUNTS[name](got + 1) > limit
+        assert {got, min(got + 1, most)} - {0} <= set(calls)
+        assert len(calls) <= 6 * math.log2(most) + 2
+        if name in ("linear", "raw at first"):
+            assert len(calls) <= 7
 
 
 @pytest.mark.parametrize(

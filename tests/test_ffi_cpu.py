@@ -22,7 +22,7 @@ from tests.helpers import FLOAT_DTYPES, assert_same_bits, mixed_rows, storage
 
 SEED = 20_240_917
 # The reference is compiled anew for each.
-SPREAD = (0, 1, 64, 511, 512, 513, 1025, 2049)
+SPREAD = (0, 1, 512, 513, 2049)
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 every_rounding = pytest.mark.parametrize(
@@ -44,11 +44,12 @@ def grid_rows(dtype: str, step: int = 1) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 @every_dtype
-def test_kernels_equal_the_oracle_at_every_length(
+def test_kernels_equal_the_oracle_at_lengths_of_every_kind(
     library: ModuleType, dtype: str
 ) -> None:
-    # Kernels widen other dtypes to float32, which has the whole grid.
-    x, sizes, words = grid_rows(dtype, step=1 if dtype == "float32" else 7)
+    # Odd steps meet every place in a vector. Kernels widen other dtypes to float32,
+    # which has more of them.
+    x, sizes, words = grid_rows(dtype, step=3 if dtype == "float32" else 9)
     for bits, block_size, stochastic in itertools.product(
         oracle.BITS, oracle.BLOCK_SIZES, (True, False)
     ):
@@ -67,7 +68,7 @@ def test_kernels_equal_the_oracle_at_every_length(
 
 
 @every_dtype
-def test_kernels_decode_as_the_oracle_at_every_length(
+def test_kernels_decode_as_the_oracle_at_lengths_of_every_kind(
     library: ModuleType, dtype: str
 ) -> None:
     x, sizes, words = grid_rows(dtype, step=5)
@@ -150,8 +151,10 @@ def test_custom_call_reference_and_oracle_agree(turn: int) -> None:
     )
 
 
-@every_rounding
-@pytest.mark.parametrize("bits", oracle.BITS)
+@pytest.mark.parametrize(
+    ("bits", "stochastic"),
+    [(1, True), (2, False), (3, True), (4, False), (8, True), (8, False)],
+)
 def test_custom_call_reference_and_oracle_agree_for_all_bits(
     bits: int, stochastic: bool
 ) -> None:

@@ -28,9 +28,10 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 def test_ranks_are_those_of_the_measured_variance(model, tmp_path):
     out = tmp_path / "importance.json"
     small = ["--resnet-width", "8", "--resnet-batch", "16", "--gpt2-width", "64"]
-    importance.main(["--models", model, *small, "--seeds", "2", "--out", str(out)])
+    small += ["--gpt2-layers", "3", "--seeds", "2"]
+    importance.main(["--models", model, *small, "--out", str(out)])
     record = json.loads(out.read_text())["models"][model]
-    assert len(record["sites"]) >= 16
+    assert len(record["sites"]) >= 12
     assert record["rank_correlation"] > 0.8
 
 
@@ -152,25 +153,24 @@ def test_samples_see_the_one_token_that_has_a_cotangent(token, shape):
     )
 
 
-@pytest.mark.parametrize("token", [0, 1, 100, -1])
 @pytest.mark.parametrize(
     ("shape", "dimension"),
     [
         ((1, 8192, 768), 1),
-        ((2, 2048, 768), 1),
         ((8, 2048, 768), 1),
-        ((32, 2048, 768), 1),
         ((256, 197, 192), 1),
         ((8, 2048, 12, 64), 1),
-        ((8, 12, 2048, 64), 2),
-        ((128, 12, 197, 197), 2),
+        ((32, 12, 197, 197), 2),
     ],
 )
-def test_samples_see_one_token_of_many(token, shape, dimension):
+def test_samples_see_one_token_of_many(shape, dimension):
     """Of these arrays no samples divide into rows, or into examples, by themselves."""
     x = np.zeros(shape, np.float32)
-    np.moveaxis(x, dimension, 0)[token] = np.sqrt(shape[dimension])
-    assert 0.4 < float(sample_moments(jnp.asarray(x)).mean_square) < 2.5
+    of_token = np.moveaxis(x, dimension, 0)
+    for token in (0, 1, 100, -1):
+        of_token[token] = np.sqrt(shape[dimension])
+        assert 0.4 < float(sample_moments(jnp.array(x)).mean_square) < 2.5
+        of_token[token] = 0
 
 
 @pytest.mark.parametrize("shape", [(64, 32, 32, 64), (256, 4, 4, 512), (4, 256, 768)])
@@ -214,7 +214,7 @@ def test_samples_of_large_arrays_are_spread_along_each_dimension(shape, parts):
 
 @pytest.mark.parametrize(
     "shape",
-    [(8, 128, 128, 32), (32, 64, 64, 32), (16, 128, 128, 16), (8, 256, 256, 16)],
+    [(8, 128, 128, 32), (32, 64, 64, 32)],
 )
 @pytest.mark.parametrize("apart", [2, 4, 8])
 def test_samples_see_each_lattice_of_two_dimensions(shape, apart):
@@ -345,12 +345,11 @@ def test_moments_are_those_of_all_that_is_made(number):
     assert (66, 37) in checked
 
 
-@pytest.mark.usefixtures("standard_promotion")
 def test_measured_bits_take_no_more_memory_than_fixed_ones():
     """Values that are sampled would else be kept for it, and written once more."""
 
     def temp(method):
-        small = Shape(layers=2, width=128, heads=4, vocabulary=2000, length=128)
+        small = Shape(layers=1, width=128, heads=4, vocabulary=2000, length=128)
         workload = small.workload(method, batch=8, scan=False)
         step = jax.grad(workload.loss)
         compiled = dafjax.adaptive_jit(step) if method != "compress" else jax.jit(step)

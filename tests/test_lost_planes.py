@@ -45,9 +45,10 @@ def _unpacked(variant, packed, dtype, bits, columns, kept):
 
 
 @pytest.mark.parametrize("columns", [0, 48])
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize(("bits", "kept"), PREFIXES)
-def test_every_implementation_decodes_what_is_left_alike(bits, kept, dtype, columns):
+def test_every_implementation_decodes_what_is_left_alike(bits, kept, columns):
+    # Dtypes take turns.
+    dtype = FLOAT_DTYPES[(PREFIXES.index((bits, kept)) + columns // 48) % 3]
     x = mixed_rows(16, SIZE, dtype, seed=bits)
     packed = codes, scale, minimum = _packed(x, bits, columns)
     left = codes[:, : codes.shape[1] // bits * kept]

@@ -148,7 +148,7 @@ def draws(loss, num_draws=64, **options):
         return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(gradients)])
 
     noisy = np.stack([draw(np.uint32(seed)) for seed in range(num_draws)])
-    return noisy, np.asarray(flat(jax.grad(loss)(w, x)))
+    return noisy, np.asarray(flat(jax.jit(jax.grad(loss))(w, x)))
 
 
 def bias(loss, **options):

@@ -53,8 +53,14 @@ POOLINGS = {
 }
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(
+    ("name", "pooling"),
+    [
+        *((name, "reduce_window_max") for name in WINDOWS),
+        ("3x3 padded", "reduce_window_min"),
+        ("gaps", "reduce_window_min"),
+    ],
+)
 def test_places_give_the_values_and_the_gradient_of_jax(name, pooling, rng):
     shape, lengths, strides, padding = WINDOWS[name]
     function, initial = POOLINGS[pooling]
@@ -153,8 +159,7 @@ def min_pool(x, lengths, strides, padding):
     )
 
 
-@pytest.mark.parametrize("pool", [nn.max_pool, min_pool])
-@pytest.mark.parametrize("window", [2, 3])
+@pytest.mark.parametrize(("window", "pool"), [(3, nn.max_pool), (2, min_pool)])
 def test_the_gradient_is_that_of_jax_where_only_bits_are_codes(window, pool, key):
     params, x = example(key)
     loss = functools.partial(layers, window=window, pool=pool)
@@ -180,7 +185,7 @@ def test_the_gradient_at_two_bits_has_noise_and_no_bias(key):
             )
         )(params, x)
     )
-    exact = jax.grad(layers)(params, x)[1][0]
+    exact = jax.jit(jax.grad(layers))(params, x)[1][0]
     num_draws = 32
     draws = [np.asarray(gradient(jnp.uint32(n))[1][0]) for n in range(num_draws)]
     noise = np.mean([np.linalg.norm(draw - exact) for draw in draws])
@@ -241,12 +246,10 @@ def test_in_a_scan_and_under_vmap_places_are_found_too(key):
 
     wrapped = dafjax.remat_compress(loss, bits=8)
     assert "find_places" in str(jax.make_jaxpr(jax.grad(wrapped))(kernels, x))
-    got = jax.jit(jax.grad(wrapped))(kernels, x)
-    expected = jax.jit(jax.grad(loss))(kernels, x)
-    error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
-    assert 1e-6 < error < 0.05
-    per_image = jax.vmap(jax.grad(wrapped), (None, 0))(kernels, x[:, None])
-    expected = jax.vmap(jax.grad(loss), (None, 0))(kernels, x[:, None])
+    per_image, expected = (
+        jax.jit(jax.vmap(jax.grad(f), (None, 0)))(kernels, x[:, None])
+        for f in (wrapped, loss)
+    )
     error = np.linalg.norm(per_image - expected) / np.linalg.norm(expected)
     assert 1e-6 < error < 0.05
 
@@ -255,8 +258,8 @@ def test_a_nan_in_what_is_pooled_reaches_the_gradient(key):
     params, x = example(key)
     x = x.at[0, 0, 0, 0].set(jnp.nan)
     loss = functools.partial(layers, activation=jnp.sin)
-    got = jax.grad(dafjax.remat_compress(loss))(params, x)
-    expected = jax.grad(loss)(params, x)
+    got = jax.jit(jax.grad(dafjax.remat_compress(loss)))(params, x)
+    expected = jax.jit(jax.grad(loss))(params, x)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(jnp.isnan(a), jnp.isnan(b)),
         got,
@@ -266,7 +269,6 @@ def test_a_nan_in_what_is_pooled_reaches_the_gradient(key):
 
 # Of each: bits, dtype, function, window, strides, activation.
 NONFINITE = {
-    "2x2": (2, jnp.float32, "reduce_window_max", (2, 2), (2, 2), None),
     "minima": (1, jnp.float32, "reduce_window_min", (3, 3), (2, 2), None),
     "overlapping": (8, jnp.float32, "reduce_window_max", (3, 2), (1, 1), None),
     "ReLU before": (3, jnp.float32, "reduce_window_max", (2, 2), (2, 2), jax.nn.relu),

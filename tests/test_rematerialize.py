@@ -128,23 +128,27 @@ def test_no_segment_starts_from_a_reduction(monkeypatch, key):
     assert error() > 0.1
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
-    ("bits", "least", "most"), [(8, 1e-3, 0.06), (4, 0.01, 0.4), (2, 0.05, 1.5)]
+    ("bits", "least", "most", "transform"),
+    [
+        (8, 1e-3, 0.06, jax.jit),
+        (4, 0.01, 0.4, lambda f: f),
+        (2, 0.05, 1.5, jax.jit),
+    ],
 )
-def test_the_gradient_is_close(transform, bits, least, most, key):
-    p, x = networks.conv_example(key, depth=6)
-    exact = transform(jax.grad(networks.conv_loss))(p, x)
+def test_results_are_exact_and_the_gradient_is_close(bits, least, most, transform):
+    (p, x), (want, exact) = conv_net()
     loss = rematerialized(networks.conv_loss, bits=bits)
-    got = transform(jax.grad(loss))(p, x)
+    value, got = transform(jax.value_and_grad(loss))(p, x)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
     assert least < relative_error(flat(got), flat(exact)) < most
 
 
-def test_results_are_exact(key):
-    p, x = networks.conv_example(key, depth=6)
-    loss = rematerialized(networks.conv_loss, bits=1)
-    value, _ = jax.jit(jax.value_and_grad(loss))(p, x)
-    np.testing.assert_allclose(value, networks.conv_loss(p, x), rtol=1e-5)
+@functools.cache
+def conv_net():
+    """Parameters and an input of a network; its exact loss and gradient."""
+    p, x = networks.conv_example(jax.random.key(0), depth=6)
+    return (p, x), jax.jit(jax.value_and_grad(networks.conv_loss))(p, x)
 
 
 def test_the_gradient_of_an_activation_is_close(key):
@@ -224,20 +228,23 @@ def dense_example(depth):
     return [layer] * depth, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
 
 
+@functools.cache
+def rematerialized_nbytes(depth, scheduler=DEFAULT):
+    loss = rematerialized(dense_loss)
+    return gradient_nbytes(loss, *dense_example(depth), scheduler=scheduler)
+
+
 @pytest.mark.parametrize("scheduler", [DEFAULT, slow(MEMORY_OPTIMIZED)])
 def test_a_rematerialized_loss_needs_less_than_one_in_codes(scheduler):
-    example = dense_example(depth=32)
-    measure = functools.partial(gradient_nbytes, scheduler=scheduler)
-    in_codes = measure(dafjax.remat_compress(dense_loss), *example)
-    assert measure(rematerialized(dense_loss), *example) < 0.75 * in_codes
-
-
-@pytest.mark.parametrize("scheduler", [slow(DEFAULT), MEMORY_OPTIMIZED])
-def test_four_times_the_layers_take_twice_what_waits(scheduler):
-    measure = functools.partial(gradient_nbytes, scheduler=scheduler)
-    few, many = (
-        measure(rematerialized(dense_loss), *dense_example(depth)) for depth in (8, 32)
+    in_codes = gradient_nbytes(
+        dafjax.remat_compress(dense_loss), *dense_example(32), scheduler=scheduler
     )
+    assert rematerialized_nbytes(32, scheduler) < 0.75 * in_codes
+
+
+@pytest.mark.parametrize("scheduler", [DEFAULT, slow(MEMORY_OPTIMIZED)])
+def test_four_times_the_layers_take_twice_what_waits(scheduler):
+    few, many = (rematerialized_nbytes(depth, scheduler) for depth in (8, 32))
     in_codes = [
         dafjax.saved_residuals(
             dafjax.remat_compress(dense_loss), *dense_example(depth)
@@ -248,10 +255,9 @@ def test_four_times_the_layers_take_twice_what_waits(scheduler):
 
 
 def test_without_a_cotangent_to_wait_for_everything_is_run_again_at_once(monkeypatch):
-    example = dense_example(depth=32)
-    tied = gradient_nbytes(rematerialized(dense_loss), *example)
+    tied = rematerialized_nbytes(32)
     monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(cotangent=False))
-    assert gradient_nbytes(rematerialized(dense_loss), *example) > 1.5 * tied
+    assert rematerialized_nbytes.__wrapped__(32) > 1.5 * tied
 
 
 @pytest.mark.parametrize("wrap", [dafjax.remat_compress, rematerialized])
@@ -294,7 +300,8 @@ def test_examples_may_be_mapped(key):
     p, x = networks.conv_example(key, depth=4)
     gradient = jax.grad(rematerialized(networks.conv_loss, bits=8))
     got = jax.jit(jax.vmap(gradient, (None, 0)))(p, jnp.stack([x, 2 * x]))
-    want = jax.vmap(jax.grad(networks.conv_loss), (None, 0))(p, jnp.stack([x, 2 * x]))
+    exact = jax.jit(jax.vmap(jax.grad(networks.conv_loss), (None, 0)))
+    want = exact(p, jnp.stack([x, 2 * x]))
     assert 1e-3 < relative_error(flat(got), flat(want)) < 0.06
 
 
@@ -318,8 +325,10 @@ def test_integers_may_wait_between_segments(key):
         return jnp.sum(jnp.take_along_axis(jnp.tanh(x @ w[2]), order, axis=0)[:9] ** 2)
 
     x = jax.random.normal(jax.random.fold_in(key, 1), (128, 128))
-    got = jax.grad(rematerialized(loss, bits=8))(w, x)
-    assert 1e-5 < relative_error(got, jax.grad(loss)(w, x)) < 0.06
+    got, want = (
+        jax.jit(jax.grad(f))(w, x) for f in (rematerialized(loss, bits=8), loss)
+    )
+    assert 1e-5 < relative_error(got, want) < 0.06
 
 
 @pytest.mark.parametrize(

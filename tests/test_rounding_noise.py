@@ -19,9 +19,16 @@ def noise_of(x, **code):
 
 @pytest.mark.parametrize("blocks", ["rows", "columns"])
 @pytest.mark.parametrize(
-    "shape", [(256, 128), (8, 40, 40, 16), (1 << 15,), (100, 3000), (7, 5, 480)]
+    ("shape", "power"),
+    [
+        ((256, 128), 1),
+        ((256, 128), 8),
+        ((8, 40, 40, 16), 8),
+        ((1 << 15,), 1),
+        ((100, 3000), 8),
+        ((7, 5, 480), 1),
+    ],
 )
-@pytest.mark.parametrize("power", [1, 8])
 def test_it_is_the_measured_variance_over_the_squared_range(shape, blocks, power):
     rng = np.random.default_rng(0)
     # Channels differ, and with a power most elements lie near the lower end.
@@ -49,7 +56,7 @@ def test_what_lies_at_the_ends_of_its_block_is_not_rounded():
     assert noise_of(in_the_middle) == pytest.approx(0.9 / 4, rel=0.05)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 8), (8, 0), (3, 1, 1), (64, 64)])
+@pytest.mark.parametrize("shape", [(), (0, 8), (8, 0), (3, 1, 1), (64, 64)])
 @pytest.mark.parametrize("blocks", ["rows", "columns"])
 def test_constant_and_empty_arrays_have_none(shape, blocks):
     assert noise_of(np.full(shape, 3.0, np.float32), blocks=blocks) == 0
@@ -61,15 +68,14 @@ def test_what_is_not_finite_is_not_hidden():
     assert np.isnan(noise_of(x))
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
 @pytest.mark.parametrize(
-    ("shape", "spec"),
+    ("shape", "spec", "jit"),
     [
-        ((256, 128), ("data",)),
-        ((9000, 96), ("data",)),
-        ((8, 96, 256), (None, None, "data")),
-        ((3, 96, 256), (None, "data")),
-        ((1 << 16,), ("data",)),
+        ((256, 128), ("data",), jax.jit),
+        ((9000, 96), ("data",), jax.jit),
+        ((8, 96, 256), (None, None, "data"), jax.jit),
+        ((3, 96, 256), (None, "data"), jax.jit),
+        ((1 << 16,), ("data",), lambda f: f),
     ],
 )
 def test_it_is_the_same_where_types_say_how_devices_share_the_array(shape, spec, jit):
