@@ -20,8 +20,10 @@ os.environ.setdefault("XLA_FLAGS", "")
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     # XLA orders, fuses and places as ever. That LLVM optimizes nothing saves a quarter
     # of the time, and that MLIR writes no fusions, as it always does since jaxlib 0.11,
-    # a third of the rest; `make test-optimized` has both.
+    # a third of the rest; `make test-optimized` has both. Nor does it pay to cut small
+    # programs into modules for LLVM to compile at once: that takes a fifth.
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
     if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"

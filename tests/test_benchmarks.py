@@ -298,8 +298,9 @@ def test_values_of_the_layers_are_recorded():
     assert len(values["ResNet: conv input (after relu)"]) == 19
 
 
-@pytest.mark.parametrize("size", [1024, 700])
-def test_the_naive_codec_is_right(size, key, rng):
+def test_the_naive_codec_is_right(key, rng):
+    # The last block is not full.
+    size = 700
     x = jnp.asarray(rng.standard_normal(size), jnp.float32)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     codes, scale, minimum = naive_codec.pack(x, key)

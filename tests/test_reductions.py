@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dafjax import reductions
 from dafjax._native import _cuda, _reduce
-from tests.helpers import FLOAT_DTYPES, assert_same_bits
+from tests.helpers import assert_same_bits
 
 
 every_strategy = pytest.mark.parametrize(
@@ -21,8 +21,16 @@ def _rows(shape, dtype, seed=0):
 
 
 @every_strategy
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("shape", [(1,), (5, 63), (2, 3, 9000), (600_001,)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        ("float32", (1,)),
+        ("bfloat16", (5, 63)),
+        ("float16", (5, 63)),
+        ("float32", (2, 3, 9000)),
+        ("bfloat16", (600_001,)),
+    ],
+)
 def test_values_are_those_of_numpy(strategy, dtype, shape):
     x = _rows(shape, dtype)
     wide = np.asarray(x, np.float64)
