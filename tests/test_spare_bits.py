@@ -21,7 +21,7 @@ def test_the_smallest_have_twice_the_bits():
 @pytest.mark.parametrize(("small", "raised"), [(60, True), (70, False)])
 def test_it_costs_a_32nd_at_most(small, raised):
     bits = with_spare_bits({0: 2, 1: 2, 2: 2}, {0: 4000, 1: small, 2: small})
-    assert bits == {0: 2, 1: 4, 2: 4} if raised else {0: 2, 1: 2, 2: 2}
+    assert bits == ({0: 2, 1: 4, 2: 4} if raised else {0: 2, 1: 2, 2: 2})
 
 
 def test_what_cannot_have_more_bits_counts_too():
