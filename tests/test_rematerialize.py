@@ -234,30 +234,36 @@ def rematerialized_nbytes(depth, scheduler=DEFAULT):
     return gradient_nbytes(loss, *dense_example(depth), scheduler=scheduler)
 
 
-@pytest.mark.parametrize("scheduler", [DEFAULT, slow(MEMORY_OPTIMIZED)])
-def test_a_rematerialized_loss_needs_less_than_one_in_codes(scheduler):
+schedulers_and_depths = pytest.mark.parametrize(
+    ("scheduler", "depth"), [(DEFAULT, 16), slow(MEMORY_OPTIMIZED, 32)]
+)
+
+
+@schedulers_and_depths
+def test_a_rematerialized_loss_needs_less_than_one_in_codes(scheduler, depth):
     in_codes = gradient_nbytes(
-        dafjax.remat_compress(dense_loss), *dense_example(32), scheduler=scheduler
+        dafjax.remat_compress(dense_loss), *dense_example(depth), scheduler=scheduler
     )
-    assert rematerialized_nbytes(32, scheduler) < 0.75 * in_codes
+    assert rematerialized_nbytes(depth, scheduler) < 0.75 * in_codes
 
 
-@pytest.mark.parametrize("scheduler", [DEFAULT, slow(MEMORY_OPTIMIZED)])
-def test_four_times_the_layers_take_twice_what_waits(scheduler):
-    few, many = (rematerialized_nbytes(depth, scheduler) for depth in (8, 32))
+@schedulers_and_depths
+def test_four_times_the_layers_take_twice_what_waits(scheduler, depth):
+    depths = (depth // 4, depth)
+    few, many = (rematerialized_nbytes(depth, scheduler) for depth in depths)
     in_codes = [
         dafjax.saved_residuals(
             dafjax.remat_compress(dense_loss), *dense_example(depth)
         ).stored_nbytes
-        for depth in (8, 32)
+        for depth in depths
     ]
     assert many - few < 0.4 * (in_codes[1] - in_codes[0])
 
 
 def test_without_a_cotangent_to_wait_for_everything_is_run_again_at_once(monkeypatch):
-    tied = rematerialized_nbytes(32)
+    tied = rematerialized_nbytes(16)
     monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(cotangent=False))
-    assert rematerialized_nbytes.__wrapped__(32) > 1.5 * tied
+    assert rematerialized_nbytes.__wrapped__(16) > 1.5 * tied
 
 
 @pytest.mark.parametrize("wrap", [dafjax.remat_compress, rematerialized])
