@@ -233,7 +233,7 @@ def test_what_was_traced_before_is_found_by_no_other_method(order, key):
 
 def test_other_wrapped_functions_of_the_same_function_still_compress(key):
     """The cache of one wrapped function holds nothing of another's."""
-    args = networks.mlp_params(key, (128,) * 4), jax.random.normal(key, (1024, 128))
+    args = networks.mlp_params(key, (128,) * 6), jax.random.normal(key, (1024, 128))
     dafjax.estimate(jax.grad(dafjax.remat_compress(networks.mlp_loss)), *args)
     step = jax.grad(dafjax.remat_compress(networks.mlp_loss, bits=4))
     plain = analysis(jax.grad(networks.mlp_loss), *args).temp_size_in_bytes
