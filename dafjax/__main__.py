@@ -1,10 +1,8 @@
-"""Command line: `python -m dafjax doctor`, `python -m dafjax tune`.
+"""Shows how dafjax is installed here, and how fast its reductions are.
 
-Prints the state of the installation: `python -m dafjax doctor`.
-
-Prints measured times of reductions and the choices: `python -m dafjax tune`.
-
-`python -m dafjax`: what the library has to say of the machine that it is on.
+`python -m dafjax doctor` prints versions, devices, the compiled library and what it
+uses. `python -m dafjax tune` prints the measured times of reductions and the choices
+made from them.
 """
 
 import argparse
