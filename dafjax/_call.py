@@ -1,9 +1,4 @@
-"""Binds the arguments of a call, and explains errors of wrapped functions.
-
-Extends errors of JAX with their cause in dafjax and a remedy.
-
-One call of a wrapped function: splits off static arguments, checks the others.
-"""
+"""Binds the arguments of a call, and adds causes and remedies to errors of JAX."""
 
 import contextlib
 import dataclasses

@@ -1,8 +1,7 @@
 """Settings that hold while functions are traced inside a `with` block.
 
-Transform override: another transform for wrapped functions during a comparison.
-
-Passes the active bit allocation to functions while they are traced.
+They are a transform in place of `remat_compress`, for comparisons, and the active bit
+allocation.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
-"""The derivative rule of a wrapped function, and the seed of its noise.
+"""The derivative rule of a wrapped function: a plan, run forward and backward.
 
-A seed that changes with the parameters, so that each step has different noise.
-
-Gives a traced function a derivative rule: a plan, run forward and backward.
+The seed of its rounding noise changes with the parameters, so that each step has
+different noise.
 """
 
 import contextlib

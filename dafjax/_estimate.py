@@ -1,8 +1,6 @@
 """The memory of a training step, and the largest batch that fits.
 
-Estimates the memory of a training step: plain, `jax.checkpoint`, dafjax.
-
-Finds the largest batch whose training step stays under a memory limit.
+Both compile the step (plain, with `jax.checkpoint`, with dafjax) and run nothing.
 """
 
 import dataclasses

@@ -1,12 +1,6 @@
-"""Numbers that users give, numbers of bytes, and tables to read.
+"""Numbers that users give, numbers of bytes, and tables for people to read.
 
-Type aliases of the library.
-
-Formats rows of text as a table with aligned columns.
-
-Checks of counts and real numbers in users' arguments.
-
-Parses and formats numbers of bytes in human-readable form.
+Also the type aliases of the library.
 """
 
 import decimal

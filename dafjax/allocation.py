@@ -1,6 +1,4 @@
-"""Allocates bits to residuals, and meets targets.
-
-Allocates bits to residuals from their sensitivities and sizes, within a budget.
+"""Allocates bits to residuals from their sensitivities and sizes, within a budget.
 
 Rounding to `b` bits moves a value by about the range of its quantization group over
 `2^b - 1`. To first order, the effects of different residuals on the gradient are
@@ -21,9 +19,7 @@ budget ends, which sets the price. The rest of the budget goes to later steps th
 With few and large sites this can be worse than equal bits for all. So the search runs
 from every number of bits that all sites can have, and the best result counts.
 
-Chooses bits that meet a target, for programs that contain their bits.
-
-`dafjax.allocation` says which bits are best. This module chooses the first bits of a
+For programs that contain their bits, this module also chooses the first bits of a
 program, before anything is measured, and decides when other bits are enough better to
 recompile it.
 """

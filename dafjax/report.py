@@ -1,8 +1,6 @@
 """Reports: what is saved of a function, and its program at each stage.
 
-Lists the residuals that wrapped functions store: a plan, as a table and a file.
-
-`explain`: prints the program of a wrapped function at each stage, as text.
+A plan prints as a table and is saved as a file; `explain` prints programs as text.
 """
 
 import dataclasses

@@ -236,25 +236,26 @@ def pin(x: Array) -> Array:
     return pin_p.bind(x) if can_pass_through(x) else x
 
 
-def _abstract_pin(aval: Any) -> Any:
-    return aval
+def _make_identity(name: str, **options: Any) -> Primitive:
+    """Makes a primitive of one array that is the identity on other platforms."""
+
+    def batch(operands: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
+        return primitive.bind(*operands), axes[0]
+
+    primitive = make_primitive(
+        name,
+        abstract_eval=lambda aval: aval,
+        reference=_reference.pin,
+        multiple_results=False,
+        is_call_on_cpu=False,
+        **options,
+    )
+    ad.deflinear2(primitive, lambda cotangent, _: [cotangent])
+    batching.primitive_batchers[primitive] = batch
+    return primitive
 
 
-def _batch_pin(operands: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
-    return pin_p.bind(*operands), axes[0]
-
-
-pin_p: Primitive = make_primitive(
-    "dafjax_pin",
-    target="dafjax_tie",
-    abstract_eval=_abstract_pin,
-    reference=_reference.pin,
-    multiple_results=False,
-    aliased=True,
-    is_call_on_cpu=False,
-)
-ad.deflinear2(pin_p, lambda cotangent, _: [cotangent])
-batching.primitive_batchers[pin_p] = _batch_pin
+pin_p: Primitive = _make_identity("dafjax_pin", target="dafjax_tie", aliased=True)
 
 
 def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
@@ -336,10 +337,6 @@ def row_major(x: Array) -> Array:
     return row_major_p.bind(x) if can_pass_through(x) else x
 
 
-def _abstract_row_major(aval: Any) -> Any:
-    return aval
-
-
 def _constrain(x: Array) -> Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
@@ -351,19 +348,5 @@ def _lower_row_major_on_cuda(
     return mlir.lower_fun(lower, multiple_results=False)(context, x)
 
 
-def _batch_row_major(
-    operands: Sequence[Array], axes: Sequence[int]
-) -> tuple[Array, int]:
-    return row_major_p.bind(*operands), axes[0]
-
-
-row_major_p: Primitive = make_primitive(
-    "dafjax_row_major",
-    abstract_eval=_abstract_row_major,
-    reference=_reference.pin,
-    multiple_results=False,
-    is_call_on_cpu=False,
-)
+row_major_p: Primitive = _make_identity("dafjax_row_major")
 mlir.register_lowering(row_major_p, _lower_row_major_on_cuda, platform="cuda")
-ad.deflinear2(row_major_p, lambda cotangent, _: [cotangent])
-batching.primitive_batchers[row_major_p] = _batch_row_major

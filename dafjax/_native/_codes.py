@@ -1,9 +1,4 @@
-"""The custom calls that pack and unpack: affine codes and bit masks.
-
-Primitives that encode rows as affine codes and decode them.
-
-Primitives that pack booleans into single bits and unpack them, exactly.
-"""
+"""The custom calls that pack and unpack: affine codes, and exact bit masks."""
 
 import functools
 from collections.abc import Sequence

@@ -1,12 +1,7 @@
-"""The CUDA library, whether it works on this machine, and facts about devices.
+"""The CUDA library: finding, loading and registering it.
 
-Finds, loads and registers the CUDA library of custom calls, once.
-
-The state of CUDA on this machine: parts found, the first problem, its remedy.
-
-The facts that determine how fast a device's kernels run.
-
-The names of dafjax's custom calls, for exporting compiled functions.
+Also the state of CUDA on this machine, with the first problem and its remedy; facts
+that determine how fast a device's kernels run; and the names of all custom calls.
 """
 
 import ctypes

@@ -1,14 +1,6 @@
-"""The packed format: quantization groups, bit planes, rounding noise.
+"""The packed format in Python: sizes, groups, bit planes and rounding noise.
 
-Sizes of the packed layout: the Python counterpart of `xla_ffi/format`.
-
-Quantization groups ("blocks") and tiles of a row, in jax.numpy.
-
-`xla_ffi/README.md`, sections 1 and 4.
-
-Codes to bit planes and back in jax.numpy: `xla_ffi/README.md`, section 1.
-
-Rounding noise in jax.numpy, bit for bit as in `xla_ffi/README.md`, section 3.
+The counterpart of `xla_ffi/format`; `xla_ffi/README.md` defines it, sections 1, 3, 4.
 """
 
 import dataclasses

@@ -1,12 +1,9 @@
 """Page pools and the custom calls of programs that use them.
 
-Page pools of the compiled library: constructor and errors.
-
-Primitives that put rows into a page pool as affine codes, and get them back.
-
-These calls have no effects for XLA: it drops a call whose result is unused, and then
-the pool has no entry. The number of bits of a code is not part of the program; the
-pool decides it when the call runs.
+The calls put rows into a pool as affine codes, and get them back. They have no effects
+for XLA: it drops a call whose result is unused, and then the pool has no entry. The
+number of bits of a code is not part of the program; the pool decides it when the call
+runs.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,9 @@
 """Custom calls as JAX primitives: lowering, first order, sharding.
 
-Primitive that returns its operand and refuses to be differentiated.
-
-Divides the primitives among devices without moving data.
-
 XLA's partitioner cannot divide a custom call: it gathers every operand. So in programs
 for several devices a primitive is lowered to a `custom_partitioning` call, whose rule
 says which dimensions may be divided. Each device then runs the custom call on its
 shard.
-
-Shared code of the primitives: dispatch, lowering, batching, derivatives.
 """
 
 import dataclasses

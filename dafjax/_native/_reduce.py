@@ -1,14 +1,7 @@
-"""Reductions by custom calls, and the choice of their strategy.
+"""Reductions of rows to their least and greatest value or sum of squares.
 
-Strategies of reductions, and the scratch memory that they need.
-
-Measures how long reductions take on a device, for each strategy.
-
-Choice of a reduction's strategy on a device, from measured times.
-
-Profiles of this machine's devices: measured on first use and stored in files.
-
-Primitives that reduce rows to their least and greatest value or sum of squares.
+The strategy of a reduction is chosen on each device, from times that are measured on
+first use and stored in files.
 """
 
 import concurrent.futures

@@ -1,14 +1,10 @@
 """The packed formats in `jax.numpy`: the same bytes as the custom calls.
 
-Floating-point arithmetic on bit patterns, which no compiler flushes or contracts.
-
-The custom calls in jax.numpy, for platforms without a kernel: the same bytes.
-
-`xla_ffi/README.md` has the format and every formula. This module must reproduce that
-arithmetic exactly. So every product that a compiler could contract into a fused
-multiply-add is exact, and operations that a compiler could flush or approximate work
-on bits. (One operation of the decoder that XLA:GPU fuses into other kernels may see
-subnormals, but XLA:GPU does not flush them.)
+It serves platforms without a kernel. `xla_ffi/README.md` has the format and every
+formula. This module must reproduce that arithmetic exactly. So every product that a
+compiler could contract into a fused multiply-add is exact, and operations that a
+compiler could flush or approximate work on bits. (One operation of the decoder that
+XLA:GPU fuses into other kernels may see subnormals, but XLA:GPU does not flush them.)
 """
 
 import jax.numpy as jnp

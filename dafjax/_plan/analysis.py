@@ -70,12 +70,8 @@ def find_channels(program: Program, activations: Container[int]) -> frozenset[in
             Flax and others, their last axis holds channels.
     """
     found = {v for v in range(program.num_arguments) if v in activations}
-    # Values that follow cheaply from the other arguments: from weights, or from the
-    # data that a first layer reads.
-    given = set(range(program.num_arguments)) - found
+    given = find_given(program, set(range(program.num_arguments)) - found)
     for eqn in program.forward:
-        if eqn.rule.is_cheap and given.issuperset(eqn.input_values):
-            given.update(eqn.outputs)
         if _is_product_with(eqn, given):
             found.update(eqn.outputs)
         elif _keeps_channels(eqn):
@@ -87,6 +83,18 @@ def find_channels(program: Program, activations: Container[int]) -> frozenset[in
                 if operand in found and {program.avals[operand].shape} == shapes
             )
     return frozenset(found)
+
+
+def find_given(program: Program, arguments: Iterable[int]) -> frozenset[int]:
+    """Returns what follows cheaply from some arguments, and these arguments.
+
+    They are weights, for example, or the data that a first layer reads.
+    """
+    given = set(arguments)
+    for eqn in program.forward:
+        if eqn.rule.is_cheap and given.issuperset(eqn.input_values):
+            given.update(eqn.outputs)
+    return frozenset(given)
 
 
 def _keeps_channels(eqn: Equation) -> bool:

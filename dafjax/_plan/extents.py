@@ -18,6 +18,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from dafjax import config
+from dafjax._plan.analysis import find_given
 from dafjax._trace.equation import Equation
 from dafjax._trace.residuals import Program
 
@@ -126,12 +127,10 @@ def _of_batched_products(program: Program) -> Iterator[tuple[int, Extent]]:
     Yields:
         Results of such products, and elementwise functions of them; with the extent.
     """
-    given = set(range(program.num_arguments))
+    given = find_given(program, range(program.num_arguments))
     scaled: dict[int, Extent] = {}
     for eqn in program.forward:
-        if eqn.rule.is_cheap and given.issuperset(eqn.input_values):
-            given.update(eqn.outputs)
-        elif eqn.primitive == "dot_general" and given.isdisjoint(eqn.input_values):
+        if eqn.primitive == "dot_general" and given.isdisjoint(eqn.input_values):
             (value,) = eqn.outputs
             _, (batch, _) = eqn.params["dimension_numbers"]
             axes = enumerate(program.avals[value].shape)

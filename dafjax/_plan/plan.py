@@ -1,12 +1,8 @@
 """Plans: what is saved of a program, under which name, and how to see it.
 
-The plan of one traced function: which values are stored, how, in how many bytes.
+A store distinguishes the residuals of a plan by their names (residual ids).
 
-Residual ids: a store distinguishes the residuals of a plan by these names.
-
-Records the plans that are part of a program while it is traced.
-
-Finds short-lived residuals: stored only while live memory is far below its peak.
+Some residuals are short-lived: stored only while live memory is far below its peak.
 
 XLA gives a program one piece of memory, as large as the live values at the peak. The
 late layers of a convolutional network have small values. Their residuals are packed

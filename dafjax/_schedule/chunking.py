@@ -1,9 +1,5 @@
 """How a stage runs in chunks of the batch.
 
-Chooses the number of batch chunks in which residuals can be decoded.
-
-Chunk plans: which stages of the backward pass run in chunks, and how.
-
 A chunk is a few rows of the batch axis. It is decoded, recomputed and run through all
 of a stage before the next chunk is decoded. So only the stage's inputs and outputs
 exist as whole arrays. A result is written chunk by chunk into the buffer of an input

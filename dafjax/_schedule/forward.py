@@ -1,19 +1,13 @@
 """Runs the forward pass and packs its residuals.
 
-Fuses sums over packed values with the packing.
-
 A batch norm sums a convolution's result and its squares over all axes but the channels.
 If that value is packed with per-channel groups, packing also returns these sums (on
 GPUs from values in registers), and no other kernel reads the whole value for them.
-
-Moves sums over packed values before their barrier.
 
 A packed value passes through a barrier. A sum after the barrier is a kernel of its own
 that reads the whole value again; before the barrier XLA:GPU fuses the sum into the
 kernel that computes the value. Examples are the mean and variance of a residual stream
 for the next norm.
-
-Runs the forward pass, equation by equation, and packs residuals early.
 """
 
 import collections

@@ -1,9 +1,5 @@
 """Lowers a schedule to instructions.
 
-Restores the inputs of a recompute, right before its backward pass.
-
-Lowers the steps of a schedule to the instructions of the backward pass.
-
 What a test leaves out of the barriers (`Ties`), and how GPUs differ from CPUs, is
 decided here: the interpreter runs what is in the list.
 """

@@ -1,12 +1,10 @@
 """The order of products, and the stages of a backward pass.
 
-Orders independent products of the backward pass.
-
-JAX orders them as the forward pass reads their operands. For the product of attention
-probabilities and values it computes the cotangent of the probabilities first. This
-cotangent is as large as the probabilities, and is live while they are decoded for the
-cotangent of the values, which is small. In the other order neither is live during the
-other's product.
+JAX orders independent products as the forward pass reads their operands. For the
+product of attention probabilities and values it computes the cotangent of the
+probabilities first. This cotangent is as large as the probabilities, and is live while
+they are decoded for the cotangent of the values, which is small. In the other order
+neither is live during the other's product.
 
 For the convolution in a shortcut that halves the image, JAX computes the cotangent of
 the image long before the other cotangent that is added to it. Its operand is half as
@@ -14,7 +12,7 @@ large and can stay live instead. Then the gradient of the convolution's kernel c
 be delayed, to the other product that reads the image, and the image is decoded once for
 both.
 
-Stages: where they end so that they can be chunked, and which are chunked.
+A stage ends where it can be chunked.
 """
 
 import collections

@@ -1,19 +1,13 @@
 """The steps of a backward pass, and the barriers that keep their order.
 
-Splits arrays into chunks of their rows.
+A step says what it restores, computes and waits for. Tests remove the barriers one by
+one (`Ties`).
 
-The barriers that force an order on XLA, for tests that remove them one by one.
-
-Delayed reads: arrays that XLA cannot use before a token is computed.
-
-The steps of the backward pass: what each restores, computes and waits for.
-
-Delays gradients of weights until the weights have had their last use.
-
-An optimizer that updates weights in place writes to a weight as soon as its gradient is
-computed. If the backward pass reads the weight after that, for the cotangent of the
-weight's other operand, XLA:CPU copies the weight at the start of the program, and the
-copy is live all the time. (ResNet-18: 19 MB.)
+Gradients of weights are delayed until the weights have had their last use. An optimizer
+that updates weights in place writes to a weight as soon as its gradient is computed. If
+the backward pass reads the weight after that, for the cotangent of the weight's other
+operand, XLA:CPU copies the weight at the start of the program, and the copy is live all
+the time. (ResNet-18: 19 MB.)
 """
 
 import dataclasses

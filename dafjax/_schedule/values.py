@@ -1,9 +1,4 @@
-"""The values of a backward pass: live, stored and accumulated.
-
-The state of the backward pass: its live values, and how they are read.
-
-What is stored between the forward and the backward pass of a plan.
-"""
+"""The values of a backward pass: live values, and those stored by the forward pass."""
 
 import collections
 import dataclasses

@@ -1,6 +1,6 @@
 """Measures how much the rounding of each residual disturbs the gradient.
 
-Computes sensitivities: each residual's contribution to the gradient's variance.
+The sensitivity of a residual is its contribution to the gradient's variance.
 
 The backward pass is linear in cotangents and multiplies them with restored values. So
 noise of either reaches the gradient, at each equation with a factor that follows from

@@ -1,11 +1,9 @@
 """Second moments of forward values and adjoints.
 
-Mean squares and variances of values, estimated from some of their elements.
+They are estimated from some elements, and measured on as few values as possible.
 
 On a GPU one kernel per sampled value computes sums over the rows of the sample. The
 rest is a few numbers per row, computed for all values together.
-
-Second moments of a program's values, measured on as few of them as possible.
 """
 
 import collections

@@ -1,8 +1,7 @@
-"""What lists of equations tell: liveness, names, the operations of users.
+"""A traced function as one flat list of equations, and what such lists tell.
 
-A traced function as one flat list of equations, whatever calls it contains.
-
-Operations as `jax.checkpoint` describes them to its policies, and their answers.
+They tell what is live, the names of values, and operations as `jax.checkpoint`
+describes them to its policies.
 """
 
 import dataclasses

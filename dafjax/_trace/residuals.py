@@ -1,8 +1,6 @@
-"""A function and its transpose as one program, and its text.
+"""A function's forward and backward programs, with a joint numbering of values.
 
-A function's forward and backward programs, with a joint numbering of values.
-
-Writes programs, equations and values as text.
+Also the text of programs, equations and values.
 """
 
 import dataclasses

@@ -1,9 +1,4 @@
-"""The interface of codecs, and the rows that they pack.
-
-Reshapes an array to the rows in which it is packed, and back.
-
-The interface of a codec: arrays to packed arrays and back.
-"""
+"""The interface of codecs, and the rows in which an array is packed."""
 
 import abc
 import functools

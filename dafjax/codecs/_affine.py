@@ -1,8 +1,6 @@
-"""Affine codes with stochastic or dithered rounding.
+"""Affine codes: a few bits per element, one scale per group.
 
-Codec for floating-point arrays: a few bits per element, one scale per group.
-
-Estimates the rounding noise of an array from the values in its groups.
+Also an estimate of the rounding noise of an array, from the values in its groups.
 """
 
 import dataclasses

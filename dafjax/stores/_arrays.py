@@ -1,10 +1,6 @@
 """Stores whose residuals XLA holds, on the device or in host memory.
 
-Base class of the stores whose bits are part of the compiled program.
-
-Ordinary arrays as a store.
-
-Arrays in host memory as a store.
+Their bits are part of the compiled program.
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
-"""A pool of pages as a store, and the codes that it holds.
+"""A pool of pages as a store: control, limits and statistics.
 
-Affine codes in a page pool, as a codec whose packed form is a handle.
-
-A pool of pages as a store: control, limits and statistics.
+Its codec packs to a handle of an entry in the pool.
 """
 
 import dataclasses

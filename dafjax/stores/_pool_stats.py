@@ -1,9 +1,4 @@
-"""Statistics of page pools.
-
-How much a page pool grows when its pages are all in use.
-
-Statistics of a page pool.
-"""
+"""Statistics of a page pool, and how much it grows when its pages are all in use."""
 
 import dataclasses
 from collections.abc import Mapping
