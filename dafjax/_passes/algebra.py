@@ -297,11 +297,37 @@ def finish_early(program: Program) -> Program:
                 (value,) = made[-1].outputs
         unrounded = _unrounded(program, made)
         if unrounded:
-            made = _in_float32(made, unrounded)
+            made = _in_float32(_turned(made), unrounded)
             for value in unrounded:
                 avals[value] = avals[value].update(dtype=np.dtype(np.float32))
         ordered += made
     return dataclasses.replace(program, avals=tuple(avals), backward=tuple(ordered))
+
+
+def _turned(made: Sequence[Equation]) -> list[Equation]:
+    """Swaps the operands of a product, in place of the transpose that comes after it.
+
+    XLA:CPU cannot run the transpose of a product that reads bfloat16 matrices and
+    returns float32.
+    """
+    product, first, *others = made
+    if not _swaps_axes(first):
+        return list(made)
+    (eqn,), turned = product.jaxpr.eqns, first.jaxpr
+    outvars: Any = turned.outvars
+    contracted, _ = eqn.params["dimension_numbers"]
+    swapped = eqn.replace(
+        invars=eqn.invars[::-1],
+        outvars=outvars,
+        params={**eqn.params, "dimension_numbers": (contracted[::-1], ((), ()))},
+    )
+    jaxpr = product.jaxpr.replace(eqns=[swapped], outvars=outvars)
+    return [dataclasses.replace(product, jaxpr=jaxpr, outputs=first.outputs), *others]
+
+
+def _swaps_axes(eqn: Equation) -> bool:
+    """Returns whether it transposes a matrix."""
+    return eqn.primitive == "transpose" and eqn.params["permutation"] == (1, 0)
 
 
 def _unrounded(program: Program, made: Sequence[Equation]) -> tuple[int, ...]:

@@ -244,7 +244,7 @@ def _nbits_of_loops(graph: Graph, equations: Sequence[Equation]) -> int:
     elements = 0
     for eqn in equations:
         if eqn.primitive == "scan":
-            _, num_carry = scan_arity(eqn)
+            _, num_carry = scan_arity(eqn.params)
             carried = (v for v in eqn.outputs[:num_carry] if _is_floating(graph, v))
             elements += eqn.params["length"] * sum(graph.avals[v].size for v in carried)
     return elements * config.BETWEEN_BITS

@@ -73,7 +73,7 @@ def reads_packed(equation: Equation) -> tuple[int, ...]:
     """
     atoms = equation.operand_atoms
     if equation.primitive == "scan":
-        num_consts, _ = scan_arity(equation)
+        num_consts, _ = scan_arity(equation.params)
         atoms = atoms[num_consts:]
     elif equation.primitive != "cond":
         return ()
@@ -180,7 +180,7 @@ def _perturbed_by_scan(
     equation: Equation, perturbed: Sequence[bool]
 ) -> tuple[list[bool], list[bool]]:
     """Returns which arguments and results of a loop's body are ever perturbed."""
-    num_consts, num_carry = scan_arity(equation)
+    num_consts, num_carry = scan_arity(equation.params)
     first_x = num_consts + num_carry
     (body,) = bodies(equation)
     moves = list(perturbed)
@@ -203,7 +203,7 @@ def _scan(
     equation: Equation, lives: Sequence[bool], moves: Sequence[bool], wrap: WrapBody
 ) -> Callable[..., list[Any]]:
     params = equation.params
-    num_consts, num_carry = scan_arity(equation)
+    num_consts, num_carry = scan_arity(equation.params)
     first_x = num_consts + num_carry
     (body,) = bodies(equation)
     names = _names_of_outputs(body)

@@ -17,6 +17,7 @@ from jax._src.effects import remat_allowed_effects
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
+from dafjax._native import tie
 from dafjax._trace.rules import Error, OpRule, rule_of
 from dafjax._trace.sums import summing_rows
 
@@ -292,7 +293,21 @@ def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Runs one equation on arrays or tracers, one for each of `equation.inputs`."""
     (eqn,) = equation.jaxpr.eqns
     jaxpr = equation.jaxpr.replace(eqns=[summing_rows(eqn, operands)])
-    return jax.core.eval_jaxpr(jaxpr, (), *operands)
+    results = jax.core.eval_jaxpr(jaxpr, (), *operands)
+    return list(tie(*results, only_on_cpus=True)) if _widens(eqn) else results
+
+
+def _widens(eqn: jex_core.JaxprEqn) -> bool:
+    """Returns whether it multiplies matrices in half precision to one in float32.
+
+    XLA:CPU fails to run such a product if it merges a transpose of the result into it.
+    A barrier after the product keeps them apart.
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    avals: Any = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+    sizes = [aval.dtype.itemsize for aval in avals]
+    return avals[-1].ndim == 2 and sizes == [2, 2, 4]
 
 
 def call_instead(
@@ -402,12 +417,11 @@ def in_dtype(
     return dataclasses.replace(equation, jaxpr=renewed_jaxpr)
 
 
-def scan_arity(equation: Equation) -> tuple[int, int]:
+def scan_arity(params: Mapping[str, Any]) -> tuple[int, int]:
     """Returns how many operands of a `scan` are constant and how many are carried.
 
     Constant operands are the same for all iterations. The other operands are stacked.
     """
-    params = equation.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     # Since jax 0.11.
