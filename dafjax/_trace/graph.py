@@ -24,7 +24,7 @@ from dafjax._trace.equation import Atom, Constant, Equation, values_of, with_con
 
 
 # Calls whose body is spliced into the caller.
-_CALLS = {
+CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -36,7 +36,7 @@ _CALLS = {
 
 # Calls that carry a derivative rule. They are spliced in only after differentiation,
 # when the rules have been applied. A second differentiation is refused.
-_RULED_CALLS = {
+RULED_CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
@@ -103,7 +103,7 @@ def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
     equations that name values become tags of these values, too.
     """
     builder = _Builder(
-        {*_CALLS, *_RULED_CALLS} if is_differentiated else _CALLS,
+        {*CALLS, *RULED_CALLS} if is_differentiated else CALLS,
         names_are_tags=is_differentiated,
     )
     inputs = [builder.new_value(var.aval) for var in closed.jaxpr.invars]
@@ -235,7 +235,7 @@ class _Builder:
     def _inlined_body(self, eqn: jex_core.JaxprEqn) -> ClosedJaxpr | None:
         """Returns the body to splice in place of a call, or `None` if it is no call."""
         name = eqn.primitive.name
-        body = eqn.params.get((_CALLS | _RULED_CALLS).get(name, ""))
+        body = eqn.params.get((CALLS | RULED_CALLS).get(name, ""))
         if body is not None:
             body = with_constants(body)
         if body is None or name in self._inlined or _is_marked(body):
