@@ -36,6 +36,7 @@ constraint before the barrier costs nothing: the kernel that computes the array 
 it in that layout.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -44,10 +45,17 @@ import jax
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval as pe
+from jax.interpreters import ad, batching, partial_eval as pe
 
 from dafjax._native import _reference
-from dafjax._native._primitive import can_pass_through, is_divided, make_primitive
+from dafjax._native._primitive import (
+    CustomCall,
+    DivisionRule,
+    can_pass_through,
+    independent,
+    lower_as,
+    make_primitive,
+)
 from dafjax._numbers import Array, ArrayTree, Static
 
 
@@ -83,15 +91,15 @@ def tie(
         The same arrays, after the barrier.
     """
     operands = tuple(filter(can_pass_through, arrays))
-    awaited = sum(map(can_pass_through, arrays[:num_awaited]))
-    settled = sum(map(can_pass_through, arrays[len(arrays) - num_settled :]))
-    droppable = sum(map(can_pass_through, arrays[:num_droppable]))
+    if not operands:
+        return arrays
+    settled = arrays[len(arrays) - num_settled :]
     tied = iter(
-        _bind(
-            operands,
-            num_awaited=awaited,
-            num_settled=settled,
-            num_droppable=droppable,
+        tie_p.bind(
+            *operands,
+            num_awaited=sum(map(can_pass_through, arrays[:num_awaited])),
+            num_settled=sum(map(can_pass_through, settled)),
+            num_droppable=sum(map(can_pass_through, arrays[:num_droppable])),
             only_on_cpus=only_on_cpus,
         )
     )
@@ -125,26 +133,14 @@ def tie_tree(tree: ArrayTree, token: Array) -> tuple[ArrayTree, Array]:
     return jax.tree.unflatten(structure, tied), token
 
 
-def _bind(arrays: tuple[Array, ...], **params: Static) -> Sequence[Array]:
-    return tie_p.bind(*arrays, **params) if arrays else ()
-
-
-def _abstract_tie(*avals: Any, **_: Static) -> tuple[Any, ...]:
-    return avals
-
-
-def _tied_where_divided(**params: Static) -> dict[str, Static]:
+def _tie_divided(*arrays: Array, **params: Any) -> tuple[Array, ...]:
     # For divided arrays nothing is decoded inside its consumer's kernel (`_fused.py`).
-    return {**params, "only_on_cpus": False}
+    return _reference.tie(*arrays, **{**params, "only_on_cpus": False})
 
 
 def _run_on_cpu(*arrays: Array, num_awaited: int, **_: Static) -> list[Array]:
     held = hold_p.bind(*arrays, num_awaited=num_awaited)
     return [*arrays[:num_awaited], *held]
-
-
-def _held(*avals: Any, num_awaited: int) -> tuple[Any, ...]:
-    return avals[num_awaited:]
 
 
 def _jvp_of_held(
@@ -194,30 +190,31 @@ def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], A
     return keeps, kept
 
 
+def _divide_held(*avals: Any, num_awaited: int = 0) -> DivisionRule:
+    dimensions = independent(avals)
+    return DivisionRule(dimensions, dimensions[num_awaited:])
+
+
+# Its results are its last operands: they reuse the buffers.
+_CALL = CustomCall("dafjax_tie", _divide_held, aliased=True)
 # Returns its operands without the first `num_awaited`. On CPUs `tie_p` lowers to it.
 hold_p: Primitive = make_primitive(
     "dafjax_hold",
-    target="dafjax_tie",
-    abstract_eval=_held,
+    abstract_eval=lambda *avals, num_awaited: avals[num_awaited:],
     reference=_reference.hold,
     multiple_results=True,
-    aliased=True,
+    call=_CALL,
 )
 ad.primitive_jvps[hold_p] = _jvp_of_held
 batching.primitive_batchers[hold_p] = _batch_held
 tie_p: Primitive = make_primitive(
     "dafjax_tie",
-    abstract_eval=_abstract_tie,
+    abstract_eval=lambda *avals, **_: avals,
     reference=_reference.tie,
     multiple_results=True,
-    aliased=True,
-    is_call_on_cpu=False,
-    is_call_on_cuda=False,
-    where_divided=_tied_where_divided,
 )
-mlir.register_lowering(
-    tie_p, mlir.lower_fun(_run_on_cpu, multiple_results=True), platform="cpu"
-)
+lower_as(tie_p, _run_on_cpu, platform="cpu")
+lower_as(tie_p, _reference.tie, where_divided=_tie_divided, platform="cuda")
 ad.primitive_jvps[tie_p] = _jvp_of_tie
 pe.dce_rules[tie_p] = _without_unused
 ad.primitive_transposes[tie_p] = _transpose
@@ -236,26 +233,23 @@ def pin(x: Array) -> Array:
     return pin_p.bind(x) if can_pass_through(x) else x
 
 
-def _make_identity(name: str, **options: Any) -> Primitive:
+def _make_identity(name: str, call: CustomCall | None = None) -> Primitive:
     """Makes a primitive of one array that is the identity on other platforms."""
 
     def batch(operands: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
         return primitive.bind(*operands), axes[0]
 
     primitive = make_primitive(
-        name,
-        abstract_eval=lambda aval: aval,
-        reference=_reference.pin,
-        multiple_results=False,
-        is_call_on_cpu=False,
-        **options,
+        name, abstract_eval=lambda aval: aval, reference=_reference.pin, call=call
     )
     ad.deflinear2(primitive, lambda cotangent, _: [cotangent])
     batching.primitive_batchers[primitive] = batch
     return primitive
 
 
-pin_p: Primitive = _make_identity("dafjax_pin", target="dafjax_tie", aliased=True)
+pin_p: Primitive = _make_identity(
+    "dafjax_pin", dataclasses.replace(_CALL, platforms=("cuda",))
+)
 
 
 def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
@@ -276,10 +270,6 @@ def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
     return late, token
 
 
-def _abstract_pin_late(x: Any, token: Any) -> tuple[Any, Any]:
-    return x, token
-
-
 def _wait_flat(x: Array, token: Array) -> tuple[Array, Array]:
     flat, token = lax.optimization_barrier((x.reshape(-1), token))
     return flat.reshape(x.shape), token
@@ -288,13 +278,6 @@ def _wait_flat(x: Array, token: Array) -> tuple[Array, Array]:
 def _wait_shared(x: Array, token: Array) -> tuple[Array, Array]:
     late, token = _reference.pin_late(x, token)
     return pin(late), token
-
-
-def _lower_pin_late_on_cuda(
-    context: mlir.LoweringRuleContext, x: Any, token: Any
-) -> Sequence[Any]:
-    function = _wait_shared if is_divided(context) else _wait_flat
-    return mlir.lower_fun(function, multiple_results=True)(context, x, token)
 
 
 def _jvp_of_pin_late(
@@ -315,12 +298,11 @@ def _batch_pin_late(
 
 pin_late_p: Primitive = make_primitive(
     "dafjax_pin_late",
-    abstract_eval=_abstract_pin_late,
+    abstract_eval=lambda *avals: avals,
     reference=_reference.pin_late,
     multiple_results=True,
-    is_call_on_cpu=False,
 )
-mlir.register_lowering(pin_late_p, _lower_pin_late_on_cuda, platform="cuda")
+lower_as(pin_late_p, _wait_flat, where_divided=_wait_shared, platform="cuda")
 ad.primitive_jvps[pin_late_p] = _jvp_of_pin_late
 batching.primitive_batchers[pin_late_p] = _batch_pin_late
 
@@ -341,12 +323,5 @@ def _constrain(x: Array) -> Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def _lower_row_major_on_cuda(
-    context: mlir.LoweringRuleContext, x: Any
-) -> Sequence[Any]:
-    lower = _reference.pin if is_divided(context) else _constrain
-    return mlir.lower_fun(lower, multiple_results=False)(context, x)
-
-
 row_major_p: Primitive = _make_identity("dafjax_row_major")
-mlir.register_lowering(row_major_p, _lower_row_major_on_cuda, platform="cuda")
+lower_as(row_major_p, _constrain, where_divided=_reference.pin, platform="cuda")

@@ -22,12 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 import platformdirs
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
 
 from dafjax._native import _cuda, _library
 from dafjax._native._codes import DTYPES, check_dtype
 from dafjax._native._cuda import describe
-from dafjax._native._primitive import DivisionRule, batch_of, make_primitive, rows_like
+from dafjax._native._primitive import (
+    CustomCall,
+    DivisionRule,
+    batch_rows,
+    divide_rows,
+    make_primitive,
+    refuse_derivatives,
+    rows_like,
+)
 from dafjax._numbers import Array, Device, Static
 
 
@@ -400,52 +407,27 @@ def _resolve(reduction: str) -> Callable[..., dict[str, Static]]:
     return resolve
 
 
-def _division(num_results: int) -> Callable[..., DivisionRule]:
-    def division(x: Any, **_: Any) -> DivisionRule:
-        batch = batch_of(x)
-        return DivisionRule(
-            operands=((*batch, "n"),),
-            results=(*(num_results * [batch]), (*batch, "w")),
-            whole=("n", "w"),
-        )
-
-    return division
-
-
 def _make(
     name: str, num_results: int, reference: Callable[..., tuple[Array, ...]]
 ) -> Primitive:
+    def divide(x: Any, **_: Any) -> DivisionRule:
+        return divide_rows(x, ("n",), (*[""] * num_results, "w"))
+
     primitive = make_primitive(
         f"dafjax_{name}",
         abstract_eval=_abstract_eval(name, num_results),
         reference=reference,
         multiple_results=True,
-        attributes=_attributes,
-        division=_division(num_results),
-        resolve=_resolve(name),
+        call=CustomCall(f"dafjax_{name}", divide, _attributes, _resolve(name)),
     )
-
-    def batch(
-        operands: Sequence[Array], axes: Sequence[int], **params: Static
-    ) -> tuple[Sequence[Array], Sequence[int]]:
-        results = primitive.bind(jnp.moveaxis(operands[0], axes[0], 0), **params)
-        return results, [0] * len(results)
-
-    def jvp(
-        primals: Sequence[Array], tangents: Sequence[Any], **params: Static
-    ) -> tuple[Any, Any]:
-        if not isinstance(tangents[0], ad.Zero):
-            raise NotImplementedError(
-                f"`dafjax.reductions.{name}` has no derivative: it measures values. "
-                "Pass `jax.lax.stop_gradient(x)`, or use `jax.numpy` for a value that "
-                "is differentiated."
-            )
-        results = primitive.bind(*primals, **params)
-        zeros = [ad.Zero(r.aval.to_tangent_aval()) for r in results]
-        return results, zeros
-
-    batching.primitive_batchers[primitive] = batch
-    ad.primitive_jvps[primitive] = jvp
+    batch_rows(primitive, lambda **_: 1)
+    refuse_derivatives(
+        primitive,
+        1,
+        f"`dafjax.reductions.{name}` has no derivative: it measures values. Pass "
+        "`jax.lax.stop_gradient(x)`, or use `jax.numpy` for a value that is "
+        "differentiated.",
+    )
     return primitive
 
 

@@ -55,23 +55,23 @@ def rows_of_groups(shape: Sequence[int], block_size: int) -> tuple[int, ...]:
 
 
 def splits(
-    layout: Callable[[tuple[int, ...]], tuple[tuple[int, ...], int]],
+    layout: Callable[[tuple[int, ...]], tuple[tuple[int, ...], Any]],
     shape: tuple[int, ...],
     count: int,
 ) -> bool:
     """Returns whether rows of an array, and rows of each of its chunks, are the same.
 
     Args:
-        layout: Given a shape, the shape as rows, and the columns of a row.
+        layout: Given a shape, the shape as rows, and the format of a row.
         shape: The shape of the array.
         count: Number of equal chunks of its first dimension.
     """
     if not shape or shape[0] % count:
         return False
-    rows, columns = layout(shape)
-    rows_of_chunk, columns_of_chunk = layout((shape[0] // count, *shape[1:]))
-    are_many = len(rows) == len(rows_of_chunk) == 2
-    return are_many and (rows[1], columns) == (rows_of_chunk[1], columns_of_chunk)
+    rows, format = layout(shape)
+    of_chunk, format_of_chunk = layout((shape[0] // count, *shape[1:]))
+    are_many = len(rows) == len(of_chunk) == 2
+    return are_many and (rows[1], format) == (of_chunk[1], format_of_chunk)
 
 
 def to_rows(x: Array, rows: tuple[int, ...]) -> Array:

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Any, Literal, final
+from collections.abc import Callable
+from typing import Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +16,13 @@ import numpy as np
 from jax import lax
 
 from dafjax._native import (
+    Format,
     pack_affine,
     pack_affine_and_sum,
     unpack_affine,
     unpack_affine_fused,
 )
-from dafjax._native._format import (
-    BITS,
-    BLOCK_SIZES,
-    num_blocks,
-    num_positions,
-    num_words,
-)
+from dafjax._native._format import BITS, BLOCK_SIZES, num_positions
 from dafjax._numbers import Array, Like, shown
 from dafjax._sampling import with_auto_axes
 from dafjax.codecs._abstract import (
@@ -182,58 +178,72 @@ class Affine(AbstractCodec):
         return self.rounding == "dithered"
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
-        rows, parameters = self._rows_and_parameters(x)
-        seed = as_seed(seed)
-        packed = pack_affine(rows, seed, **parameters)
-        return PackedAffine(*packed, seeds=self._seeds(seed, rows))
+        self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        rows, format = self.rows_and_format(x.shape)
+        matrix, seed = to_rows(x, rows), as_seed(seed)
+        packed = pack_affine(matrix, seed, format=format)
+        return PackedAffine(*packed, seeds=self._seeds(seed, matrix))
 
     def sums_columns(self, like: Like) -> bool:
-        _, columns = self.rows_and_columns(like.shape)
-        return columns > 0 and like.dtype == jnp.float32
+        _, format = self.rows_and_format(like.shape)
+        return format.columns > 0 and like.dtype == jnp.float32
 
     def encode_and_sum(
         self, x: Array, *, seed: int | Array = 0
     ) -> tuple[PackedAffine, Array, Array]:
         if not self.sums_columns(jax.ShapeDtypeStruct(x.shape, x.dtype)):
             return super().encode_and_sum(x, seed=seed)
-        rows, parameters = self._rows_and_parameters(x)
-        seed = as_seed(seed)
-        *packed, total, of_squares = pack_affine_and_sum(rows, seed, **parameters)
-        seeds = self._seeds(seed, rows)
+        rows, format = self.rows_and_format(x.shape)
+        matrix, seed = to_rows(x, rows), as_seed(seed)
+        *packed, total, of_squares = pack_affine_and_sum(matrix, seed, format=format)
+        seeds = self._seeds(seed, matrix)
         return PackedAffine(*packed, seeds=seeds), total, of_squares
 
     def decode(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
-        operands = packed.codes, packed.scale, packed.minimum, *after
-        parameters = self._unpack_parameters(like)
-        unpacked = unpack_affine(*operands, seeds=packed.seeds, **parameters)
-        return from_rows(unpacked, like)
+        return from_rows(self._unpacked(unpack_affine, packed, like, after), like)
 
     def decode_fused(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
         if is_divided_by_type(like, jax.typeof(packed.codes)):
             return self.decode(packed, like, after=after)
-        operands = packed.codes, packed.scale, packed.minimum, *after
-        parameters = self._unpack_parameters(like)
-        return unpack_affine_fused(
-            *operands, shape=tuple(like.shape), seeds=packed.seeds, **parameters
+        unpack = functools.partial(unpack_affine_fused, shape=tuple(like.shape))
+        return self._unpacked(unpack, packed, like, after)
+
+    def _unpacked(
+        self,
+        unpack: Callable[..., Array],
+        packed: PackedAffine,
+        like: Like,
+        after: tuple[Array, ...],
+    ) -> Array:
+        self.check(like)
+        rows, format = self.rows_and_format(like.shape)
+        return unpack(
+            packed.codes,
+            packed.scale,
+            packed.minimum,
+            *after,
+            seeds=packed.seeds,
+            size=rows[-1],
+            dtype=like.dtype,
+            format=format,
         )
 
     def packs_rows(self, like: Like) -> bool:
-        rows, _ = self.rows_and_columns(like.shape)
+        rows, _ = self.rows_and_format(like.shape)
         return len(rows) > 1 and rows[0] == like.shape[0]
 
     def packs_parts(self, like: Like, count: int) -> bool:
-        return splits(self.rows_and_columns, tuple(like.shape), count)
+        return splits(self.rows_and_format, tuple(like.shape), count)
 
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)
-        (*count, size), columns = self.rows_and_columns(like.shape)
-        words = num_words(size, self.bits, columns)
-        blocks = num_blocks(size, self.block_size, columns)
-        return math.prod(count) * (2 * words + 4 * (blocks + self.is_dithered))
+        (*count, size), format = self.rows_and_format(like.shape)
+        nbytes = 2 * format.num_words(size) + 4 * format.num_blocks(size)
+        return math.prod(count) * (nbytes + 4 * self.is_dithered)
 
     def has_full_columns(self, shape: tuple[int, ...]) -> bool:
         """Returns whether an array's per-channel groups are full enough to pay.
@@ -248,45 +258,27 @@ class Affine(AbstractCodec):
             return False
         return num_positions(rows_of(shape)[-1], shape[-1]) >= min(BLOCK_SIZES)
 
-    def rows_and_columns(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-        """Returns the shape as rows, and the columns; 0 for groups within rows."""
-        rows = rows_of(shape)
+    def rows_and_format(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Format]:
+        """Returns the shape of an array as rows, and the format of a row."""
+        rows, columns = rows_of(shape), 0
         if self.blocks == "columns" and len(shape) > 1:
-            if num_positions(rows[-1], shape[-1]) >= min(BLOCK_SIZES):
-                return rows, shape[-1]
-            joined = rows_of_groups(shape, self.block_size)
-            if num_positions(joined[-1], shape[-1]) >= min(BLOCK_SIZES):
-                return joined, shape[-1]
-        return rows, 0
-
-    def _rows_and_parameters(self, x: Array) -> tuple[Array, dict[str, Any]]:
-        self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        rows, columns = self.rows_and_columns(x.shape)
-        parameters = {
-            "bits": self.bits,
-            "block_size": self.block_size,
-            "stochastic": self.rounding != "nearest",
-            "dithered": self.is_dithered,
-            "columns": columns,
-        }
-        return to_rows(x, rows), parameters
+            for candidate in (rows, rows_of_groups(shape, self.block_size)):
+                if num_positions(candidate[-1], shape[-1]) >= min(BLOCK_SIZES):
+                    rows, columns = candidate, shape[-1]
+                    break
+        return rows, Format(
+            self.bits,
+            self.block_size,
+            columns,
+            stochastic=self.rounding != "nearest",
+            dithered=self.is_dithered,
+        )
 
     def _seeds(self, seed: Array, rows: Array) -> Array | None:
         """Returns the seed of every row, divided among devices as the rows are."""
         if not self.is_dithered:
             return None
         return lax.full_like(rows, 0, jnp.uint32, rows.shape[:-1]) + seed
-
-    def _unpack_parameters(self, like: Like) -> dict[str, Any]:
-        self.check(like)
-        rows, columns = self.rows_and_columns(like.shape)
-        return {
-            "size": rows[-1],
-            "dtype": jnp.dtype(like.dtype),
-            "bits": self.bits,
-            "block_size": self.block_size,
-            "columns": columns,
-        }
 
     def check(self, like: Like) -> None:
         name = like.dtype.name
@@ -373,8 +365,8 @@ def _mean_noise(affine: Affine, x: Array) -> jax.Array:
 
 def _some_blocks(affine: Affine, x: Array) -> jax.Array:
     """Returns the elements of sampled full groups, `[groups, elements]`."""
-    rows, columns = affine.rows_and_columns(x.shape)
-    channels = max(1, columns)
+    rows, format = affine.rows_and_format(x.shape)
+    channels = max(1, format.columns)
     count, size = math.prod(rows[:-1]), rows[-1] // channels
     length = min(affine.block_size, size)
     x = lax.reshape(to_rows(x, rows), (count, size, channels))

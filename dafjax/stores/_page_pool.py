@@ -75,7 +75,7 @@ class PooledAffine(AbstractCodec):
     def encode(self, x: Array, *, seed: int | Array = 0) -> Array:
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)
         self.check(like)
-        rows, columns = self.affine.rows_and_columns(x.shape)
+        rows, format = self.affine.rows_and_format(x.shape)
         count, size = _as_matrix(rows)
         parts = self._parts_of(like)
         return pool_put(
@@ -83,18 +83,15 @@ class PooledAffine(AbstractCodec):
             as_seed(seed),
             pool=self.pool,
             site=self.site,
-            bits=self.affine.bits,
+            format=format,
             max_bits=_MAX_BITS,
-            block_size=self.affine.block_size,
-            stochastic=self.affine.rounding == "stochastic",
-            columns=columns,
         )
 
     def decode(
         self, packed: Array, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
         self.check(like)
-        rows, columns = self.affine.rows_and_columns(like.shape)
+        rows, format = self.affine.rows_and_format(like.shape)
         count, size = _as_matrix(rows)
         unpacked = pool_get(
             packed,
@@ -102,8 +99,7 @@ class PooledAffine(AbstractCodec):
             pool=self.pool,
             rows=(count // packed.shape[0], size),
             dtype=jnp.dtype(like.dtype),
-            block_size=self.affine.block_size,
-            columns=columns,
+            format=format,
             reads=self.reads,
         )
         return from_rows(lax.reshape(unpacked, rows), like)
