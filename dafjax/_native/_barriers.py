@@ -38,7 +38,7 @@ it in that layout.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -143,23 +143,25 @@ def _run_on_cpu(*arrays: Array, num_awaited: int, **_: Static) -> list[Array]:
     return [*arrays[:num_awaited], *held]
 
 
-def _jvp_of_held(
-    primals: Sequence[Array], tangents: Sequence[Any], *, num_awaited: int
-) -> tuple[Sequence[Array], Sequence[Any]]:
-    held = hold_p.bind(*primals, num_awaited=num_awaited)
-    return held, list(tangents[num_awaited:])
+def _pass_on(primitive: Primitive, num_dropped: Callable[..., int]) -> None:
+    """Gives a primitive the derivative and the batching rule of the identity.
 
+    Its results are its operands without the first `num_dropped`.
+    """
 
-def _batch_held(
-    operands: Sequence[Array], axes: Sequence[int | None], *, num_awaited: int
-) -> tuple[Sequence[Array], Sequence[int | None]]:
-    return hold_p.bind(*operands, num_awaited=num_awaited), axes[num_awaited:]
+    def jvp(
+        primals: Sequence[Array], tangents: Sequence[Any], **params: Static
+    ) -> tuple[Sequence[Array], Sequence[Any]]:
+        dropped = num_dropped(**params)
+        return primitive.bind(*primals, **params), list(tangents[dropped:])
 
+    def batch(
+        operands: Sequence[Array], axes: Sequence[int | None], **params: Static
+    ) -> tuple[Sequence[Array], Sequence[int | None]]:
+        return primitive.bind(*operands, **params), axes[num_dropped(**params) :]
 
-def _jvp_of_tie(
-    primals: Sequence[Array], tangents: Sequence[Any], **params: Static
-) -> tuple[Sequence[Array], Sequence[Any]]:
-    return tie_p.bind(*primals, **params), list(tangents)
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, **_: Static) -> list[Any]:
@@ -167,12 +169,6 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **_: Static) -> list[A
         cotangent if ad.is_undefined_primal(operand) else None
         for cotangent, operand in zip(cotangents, operands, strict=True)
     ]
-
-
-def _batch_tie(
-    operands: Sequence[Array], axes: Sequence[int | None], **params: Static
-) -> tuple[Sequence[Array], Sequence[int | None]]:
-    return tie_p.bind(*operands, **params), axes
 
 
 def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], Any]:
@@ -205,8 +201,7 @@ hold_p: Primitive = make_primitive(
     multiple_results=True,
     call=_CALL,
 )
-ad.primitive_jvps[hold_p] = _jvp_of_held
-batching.primitive_batchers[hold_p] = _batch_held
+_pass_on(hold_p, lambda num_awaited: num_awaited)
 tie_p: Primitive = make_primitive(
     "dafjax_tie",
     abstract_eval=lambda *avals, **_: avals,
@@ -215,10 +210,9 @@ tie_p: Primitive = make_primitive(
 )
 lower_as(tie_p, _run_on_cpu, platform="cpu")
 lower_as(tie_p, _reference.tie, where_divided=_tie_divided, platform="cuda")
-ad.primitive_jvps[tie_p] = _jvp_of_tie
+_pass_on(tie_p, lambda **_: 0)
 pe.dce_rules[tie_p] = _without_unused
 ad.primitive_transposes[tie_p] = _transpose
-batching.primitive_batchers[tie_p] = _batch_tie
 
 
 def pin(x: Array) -> Array:
@@ -280,12 +274,6 @@ def _wait_shared(x: Array, token: Array) -> tuple[Array, Array]:
     return pin(late), token
 
 
-def _jvp_of_pin_late(
-    primals: Sequence[Array], tangents: Sequence[Any]
-) -> tuple[Sequence[Array], Sequence[Any]]:
-    return pin_late_p.bind(*primals), list(tangents)
-
-
 def _batch_pin_late(
     operands: Sequence[Array], axes: Sequence[int | None]
 ) -> tuple[Sequence[Array], Sequence[int | None]]:
@@ -303,7 +291,7 @@ pin_late_p: Primitive = make_primitive(
     multiple_results=True,
 )
 lower_as(pin_late_p, _wait_flat, where_divided=_wait_shared, platform="cuda")
-ad.primitive_jvps[pin_late_p] = _jvp_of_pin_late
+_pass_on(pin_late_p, lambda: 0)
 batching.primitive_batchers[pin_late_p] = _batch_pin_late
 
 

@@ -44,7 +44,7 @@ from dafjax._native._primitive import (
     lower_as,
     make_primitive,
     refuse_derivatives,
-    reshaped,
+    retyped,
     rows_like,
 )
 from dafjax._native._sums import sum_together
@@ -101,7 +101,7 @@ def _make_primitive(
 
     def abstract_eval(*avals: Any, shape: tuple[int, ...], **params: Any) -> Any:
         rows, _ = primitive.abstract_eval(*avals, **params)
-        return reshaped(rows, shape)
+        return retyped(rows, shape)
 
     def as_call(*operands: Array, shape: tuple[int, ...], **params: Any) -> Array:
         return lax.reshape(primitive.bind(*operands, **params), shape)
@@ -167,7 +167,7 @@ def _abstract_eval(x: Any, seed: Any, *, format: Format) -> Sequence[Any]:
     check_dtype("pack_affine_and_sum", "x", x.dtype, (jnp.dtype(jnp.float32),))
     if format.columns == 0:
         raise ValueError("pack_affine_and_sum: `columns` must be at least 1, not 0.")
-    total = reshaped(x, (format.columns,))
+    total = retyped(x, (format.columns,))
     return [*packed, total, total]
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
-from jax.sharding import PartitionSpec
 
 from dafjax._native import _library
 from dafjax._native._codes import check_dtype
@@ -21,6 +20,7 @@ from dafjax._native._primitive import (
     independent,
     make_primitive,
     refuse_derivatives,
+    retyped,
 )
 from dafjax._numbers import Array
 
@@ -96,12 +96,8 @@ def make_note(
                 f"{function}: `sensitivities` must be `[*batch, {len(sites) + 1}]`, "
                 f"but has {sensitivities.shape}."
             )
-        return sensitivities.update(
-            shape=(),
-            dtype=jnp.dtype(jnp.uint8),
-            weak_type=False,
-            sharding=sensitivities.sharding.update(spec=PartitionSpec()),
-        )
+        dtype = jnp.dtype(jnp.uint8)
+        return retyped(sensitivities, (), dtype=dtype, weak_type=False)
 
     def batch(
         operands: Sequence[Array], axes: Sequence[int | None], **params: Any

@@ -29,6 +29,7 @@ from dafjax._native._primitive import (
     can_pass_through,
     make_primitive,
     refuse_derivatives,
+    retyped,
 )
 from dafjax._numbers import Array
 
@@ -174,7 +175,8 @@ def _put_type(
                 f"pool_put: `{name}` must be one of (1, 2, 4, 8), not {value}."
             )
     _refuse_explicit_axes(x)
-    return x.update(shape=(*x.shape[:-2], HANDLE_SIZE), dtype=UINT32, weak_type=False)
+    shape = (*x.shape[:-2], HANDLE_SIZE)
+    return retyped(x, shape, dtype=UINT32, weak_type=False)
 
 
 def _get_type(
@@ -196,7 +198,7 @@ def _get_type(
     format.check("pool_get", rows[-1])
     _refuse_explicit_axes(handle)
     shape = (*handle.shape[:-1], *rows)
-    return handle.update(shape=shape, dtype=dtype, weak_type=False)
+    return retyped(handle, shape, dtype=dtype, weak_type=False)
 
 
 def _refuse_explicit_axes(x: Any) -> None:

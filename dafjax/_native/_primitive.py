@@ -111,29 +111,24 @@ def divide_rows(
     )
 
 
-def rows_like(rows: Any, length: int, dtype: Any) -> Any:
-    """Returns the type of an array with the batch dimensions of `rows`.
+def retyped(
+    aval: Any, shape: tuple[int, ...], num_divided: int = 0, **changes: Any
+) -> Any:
+    """Returns the type of an array of another shape.
 
-    On meshes with explicit axes the batch dimensions are divided like those of `rows`,
-    and the last dimension is not divided.
+    Explicit mesh axes divide its first `num_divided` dimensions like those of `aval`,
+    and no other dimension.
     """
-    *batch, _ = rows.shape
-    sharding = rows.sharding
-    if not sharding.mesh.empty:
-        spec = PartitionSpec(*sharding.spec[:-1], None)
-        sharding = NamedSharding(sharding.mesh, spec)
-    return rows.update(
-        shape=(*batch, length), dtype=dtype, weak_type=False, sharding=sharding
-    )
+    divided = aval.sharding.spec[:num_divided]
+    spec = PartitionSpec(*divided, *[None] * (len(shape) - num_divided))
+    sharding = aval.sharding.update(spec=spec)
+    return aval.update(shape=shape, sharding=sharding, **changes)
 
 
-def reshaped(aval: Any, shape: tuple[int, ...]) -> Any:
-    """Returns the type of an array of another shape, which no mesh axis divides."""
-    sharding = aval.sharding
-    if not sharding.mesh.empty:
-        spec = PartitionSpec(*[None] * len(shape))
-        sharding = NamedSharding(sharding.mesh, spec)
-    return aval.update(shape=shape, sharding=sharding)
+def rows_like(rows: Any, length: int, dtype: Any) -> Any:
+    """Returns the type of an array with the batch dimensions of `rows`."""
+    shape = (*rows.shape[:-1], length)
+    return retyped(rows, shape, rows.ndim - 1, dtype=dtype, weak_type=False)
 
 
 def is_divided(context: mlir.LoweringRuleContext) -> bool:
@@ -146,12 +141,9 @@ def is_divided(context: mlir.LoweringRuleContext) -> bool:
 
 
 def check_not_exported(context: mlir.LoweringRuleContext) -> None:
-    """Raises if a lowering for several devices is for a program that is exported.
+    """Raises if a program for several devices is exported.
 
-    Raises:
-        NotImplementedError: The program is exported. XLA calls the division rule, a
-            Python function of this process, so other processes could not run the
-            program.
+    XLA calls the division rule, a Python function of this process.
     """
     if context.module_context.lowering_parameters.for_export:
         raise NotImplementedError(
@@ -168,10 +160,7 @@ def divide(
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns a function that each device runs on its shards of the operands.
 
-    Args:
-        function: The function of one shard.
-        rule: Which dimensions may be divided. XLA reshards operands that are divided
-            otherwise.
+    XLA reshards operands that are divided otherwise than `rule` allows.
     """
 
     # These functions run inside XLA, where an exception would stop the process.
@@ -248,14 +237,14 @@ def make_primitive(
     multiple_results: bool = False,
     call: "CustomCall | None" = None,
 ) -> Primitive:
-    """Makes a primitive that lowers to a custom call, and elsewhere to `jax.numpy`.
+    """Makes a primitive that lowers to `call` on its platforms, else to `reference`.
 
     Args:
         name: Name of the primitive.
-        abstract_eval: Checks the operands and describes the results.
+        abstract_eval: Checks the operands and returns the types of the results.
         reference: The primitive in `jax.numpy`.
         multiple_results: Whether the results are a sequence.
-        call: The custom call that replaces `reference` on its platforms.
+        call: The custom call, if any.
     """
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
@@ -288,13 +277,10 @@ def lower_as(
     where_divided: Callable[..., Any] | None = None,
     platform: str | None = None,
 ) -> None:
-    """Lowers a primitive to another function in `jax.numpy`.
+    """Lowers a primitive to a function in `jax.numpy`.
 
-    Args:
-        primitive: The primitive.
-        function: A function with the operands and parameters of the primitive.
-        where_divided: Another function for programs whose arrays devices share.
-        platform: The platform; None for all that have no lowering of their own.
+    `where_divided` is the function for programs whose arrays devices share. Without
+    `platform` it is for all platforms that have no lowering of their own.
     """
 
     def lower(

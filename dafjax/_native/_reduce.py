@@ -33,6 +33,7 @@ from dafjax._native._primitive import (
     divide_rows,
     make_primitive,
     refuse_derivatives,
+    retyped,
     rows_like,
 )
 from dafjax._numbers import Array, Device, Static
@@ -341,20 +342,12 @@ def _abstract_eval(name: str, num_results: int) -> Callable[..., tuple[Any, ...]
         if x.ndim < 1:
             raise ValueError(f"{name}: `x` must have rows, but it is a scalar.")
         scratch = rows_like(x, scratch_words(x.shape[-1]), jnp.dtype(jnp.uint32))
-        result = scratch.update(
-            shape=x.shape[:-1],
-            dtype=jnp.dtype(jnp.float32),
-            sharding=_without_last(scratch.sharding),
-        )
+        float32 = jnp.dtype(jnp.float32)
+        batch = x.ndim - 1
+        result = retyped(x, x.shape[:-1], batch, dtype=float32, weak_type=False)
         return (*(num_results * [result]), scratch)
 
     return abstract_eval
-
-
-def _without_last(sharding: Any) -> Any:
-    if sharding.mesh.empty:
-        return sharding
-    return sharding.update(spec=type(sharding.spec)(*sharding.spec[:-1]))
 
 
 def minmax_reference(x: Array, *, strategy: str) -> tuple[Array, ...]:

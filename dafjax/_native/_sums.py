@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching
 
-from dafjax._native._primitive import lower_as, make_primitive, reshaped
+from dafjax._native._primitive import lower_as, make_primitive, retyped
 from dafjax._numbers import Array
 
 
@@ -111,12 +111,12 @@ def _add_each(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
 
 
 def _abstract_sum(x: Any, *, num_axes: int) -> Any:
-    return reshaped(x, x.shape[num_axes:])
+    return retyped(x, x.shape[num_axes:])
 
 
 def _abstract_groups(x: Any, *, num_axes: int) -> Any:
     groups = math.prod(num_groups(x, num_axes))
-    return reshaped(x, (groups, *x.shape[num_axes:]))
+    return retyped(x, (groups, *x.shape[num_axes:]))
 
 
 def _sum(x: Array, *, num_axes: int) -> Array:
