@@ -86,9 +86,6 @@ def tie(
         only_on_cpus: Whether there is a barrier only on CPUs and where devices share
             the arrays. On one GPU a value that XLA fuses into its consumer need not
             wait, and XLA:GPU copies an operand at the point where it computes it.
-
-    Returns:
-        The same arrays, after the barrier.
     """
     operands = tuple(filter(can_pass_through, arrays))
     if not operands:
@@ -115,8 +112,7 @@ def hold(*arrays: Array, after: Sequence[Array]) -> tuple[Array, ...]:
 
     Args:
         *arrays: Arrays of any shape and dtype.
-        after: Barrier inputs only: more arrays that the results wait for. They keep
-            their own buffers.
+        after: Barrier inputs only: arrays that keep their own buffers.
     """
     awaited = tuple(filter(can_pass_through, after))
     operands = tuple(filter(can_pass_through, arrays))
@@ -220,24 +216,17 @@ def pin(x: Array) -> Array:
 
     On a GPU it is a custom call that reuses the buffer of its operand. Elsewhere it is
     a no-op. It has the derivative of the identity.
-
-    Args:
-        x: An array. An array of an extended dtype (PRNG keys) is returned unchanged.
     """
     return pin_p.bind(x) if can_pass_through(x) else x
 
 
 def _make_identity(name: str, call: CustomCall | None = None) -> Primitive:
     """Makes a primitive of one array that is the identity on other platforms."""
-
-    def batch(operands: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
-        return primitive.bind(*operands), axes[0]
-
     primitive = make_primitive(
         name, abstract_eval=lambda aval: aval, reference=_reference.pin, call=call
     )
     ad.deflinear2(primitive, lambda cotangent, _: [cotangent])
-    batching.primitive_batchers[primitive] = batch
+    batching.defvectorized(primitive)
     return primitive
 
 
@@ -257,8 +246,7 @@ def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
         token: A scalar that is 0 at run time; XLA must not be able to infer this.
 
     Returns:
-        The array, and a token. Something must read this token, because XLA drops
-        unused results.
+        The array, and a token that something must read: XLA drops unused results.
     """
     late, token = pin_late_p.bind(x, token)
     return late, token
@@ -300,9 +288,6 @@ def row_major(x: Array) -> Array:
 
     On other platforms, and where devices share the array, it is a no-op. It has the
     derivative of the identity.
-
-    Args:
-        x: An array. An array of an extended dtype (PRNG keys) is returned unchanged.
     """
     return row_major_p.bind(x) if can_pass_through(x) else x
 

@@ -84,13 +84,10 @@ class ReductionCase:
 def time_reductions(
     device: Device, cases: Sequence[ReductionCase], num_rounds: int
 ) -> np.ndarray:
-    """Times reductions on a device. Each round runs all cases in turn.
+    """Times reductions on a device; each round runs all cases in turn.
 
-    It waits for the device. It may be called while another program is traced or
-    lowered.
-
-    Returns:
-        Seconds of one launch, float32 `[num_rounds, len(cases)]`.
+    It may be called while another program is traced or lowered. Returns seconds of one
+    launch, float32 `[num_rounds, len(cases)]`.
     """
     # Another thread does not inherit this thread's contexts: meshes, transfer guards.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
@@ -116,20 +113,20 @@ def _time(
             jax.ShapeDtypeStruct((num_rows,), jnp.float32),
         ),
     )
-    timed = np.array([_numbers(case) for case in cases], np.int64).reshape(-1)
+    timed = [
+        (
+            REDUCTIONS.index(case.reduction),
+            STRATEGIES.index(case.strategy),
+            case.num_rows,
+            case.row_elements,
+            case.num_launches,
+        )
+        for case in cases
+    ]
+    timed = np.array(timed, np.int64).reshape(-1)
     # Any normal values will do: neither zero nor subnormal.
     x = jax.device_put(np.linspace(1, 2, num_values, dtype=np.float32), device)
     return np.asarray(jax.jit(lambda x: call(x, timed=timed)[0])(x))
-
-
-def _numbers(case: ReductionCase) -> tuple[int, int, int, int, int]:
-    return (
-        REDUCTIONS.index(case.reduction),
-        STRATEGIES.index(case.strategy),
-        case.num_rows,
-        case.row_elements,
-        case.num_launches,
-    )
 
 
 # Maps cases and a number of rounds to seconds, `[num_rounds, number of cases]`.
@@ -231,9 +228,8 @@ class Tuning:
 def profile_for(platform_name: str) -> Profile | None:
     """Returns the profile of the first device of a platform.
 
-    Returns:
-        The profile, or None if this process has no such device: a program may be
-        compiled for another machine.
+    None if this process has no such device: a program may be compiled for another
+    machine.
     """
     try:
         device = jax.local_devices(backend=platform_name)[0]
@@ -248,12 +244,7 @@ def _profile_of(device: Device) -> Profile:
 
 
 def tune_device(device: Device, *, redo: bool = False) -> Tuning:
-    """Loads a device's profile, or measures and stores it.
-
-    Args:
-        device: A device of this process.
-        redo: Whether to measure even if a stored profile exists.
-    """
+    """Loads a device's profile, or measures and stores it; always measures to redo."""
     described = describe(device)
     path = _path_of(described)
     profile = None if redo else load(path, described)
@@ -279,23 +270,12 @@ def _path_of(described: dict[str, str]) -> pathlib.Path:
 
 
 def save(path: pathlib.Path, described: dict[str, str], profile: Profile) -> None:
-    """Writes a profile atomically, because other processes may read and write it, too.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    record = {
-        "device": described,
-        "times": [
-            {
-                "reduction": key[0],
-                "rows": key[1],
-                "elements": key[2],
-                "seconds": seconds,
-            }
-            for key, seconds in profile.times.items()
-        ],
-    }
+    """Writes a profile atomically, because other processes may use it, too."""
+    times = [
+        {"reduction": reduction, "rows": rows, "elements": elements, "seconds": seconds}
+        for (reduction, rows, elements), seconds in profile.times.items()
+    ]
+    record = {"device": described, "times": times}
     path.parent.mkdir(parents=True, exist_ok=True)
     file, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     with open(file, "w", encoding="utf-8") as stream:
@@ -309,13 +289,14 @@ def load(path: pathlib.Path, described: dict[str, str]) -> Profile | None:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["device"] != described:
             return None
-        return Profile({_key(row): dict(row["seconds"]) for row in record["times"]})
+        return Profile(
+            {
+                (row["reduction"], row["rows"], row["elements"]): dict(row["seconds"])
+                for row in record["times"]
+            }
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _key(row: Any) -> tuple[str, int, int]:
-    return row["reduction"], row["rows"], row["elements"]
 
 
 def minmax(x: Array, *, strategy: str) -> tuple[Array, Array]:
