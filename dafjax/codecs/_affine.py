@@ -37,8 +37,19 @@ from dafjax.codecs._abstract import (
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_ROUNDINGS = ("stochastic", "dithered", "nearest")
-_BLOCKS = ("rows", "columns")
+# The valid values of each argument of `Affine`, and a remedy.
+_CHOICES: dict[str, tuple[tuple[object, ...], str]] = {
+    "bits": (BITS, "For exact residuals use the policy `SaveAll()`."),
+    "block_size": (
+        BLOCK_SIZES,
+        "Smaller blocks are more accurate, for 32 / block_size bits an element.",
+    ),
+    "rounding": (
+        ("stochastic", "dithered", "nearest"),
+        "Stochastic and dithered rounding keep gradients unbiased.",
+    ),
+    "blocks": (("rows", "columns"), "Blocks of columns suit channels that differ."),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -139,30 +150,11 @@ class Affine(AbstractCodec):
     blocks: Literal["rows", "columns"] = "rows"
 
     def __post_init__(self) -> None:
-        _check_choice(
-            "bits", self.bits, BITS, "For exact residuals use the policy `SaveAll()`."
-        )
-        _check_choice(
-            "block_size",
-            self.block_size,
-            BLOCK_SIZES,
-            "Smaller blocks are more accurate, for 32 / block_size bits an element.",
-        )
+        for name, (choices, remedy) in _CHOICES.items():
+            _check_choice(name, getattr(self, name), choices, remedy)
         # NumPy integers can overflow; Python integers cannot.
         object.__setattr__(self, "bits", int(self.bits))
         object.__setattr__(self, "block_size", int(self.block_size))
-        _check_choice(
-            "rounding",
-            self.rounding,
-            _ROUNDINGS,
-            "Stochastic and dithered rounding keep gradients unbiased.",
-        )
-        _check_choice(
-            "blocks",
-            self.blocks,
-            _BLOCKS,
-            "Blocks of columns suit channels that differ.",
-        )
 
     def __str__(self) -> str:
         rounding = "" if self.rounding == "stochastic" else f", {self.rounding}"
@@ -329,23 +321,15 @@ _NUM_BLOCKS = 32
 
 
 def sample_rounding_noise(affine: Affine, x: Array) -> Array:
-    """Returns the variance of rounding to 1 bit over the squared range of groups.
+    """Returns the mean variance of rounding to 1 bit over the mean squared group range.
 
     Stochastic rounding maps an element `v` of a group from `low` to `high` to one of
     these two, with mean `v` and variance `(v - low) * (high - v)`. Divided by
     `(high - low)^2`, the variance is 1/6 if the elements are spread evenly over the
     range, up to 1/4 if most are in its middle, and 0 if all are at its ends: masks, and
     probabilities of 0 or 1, suffer no rounding. With dithered rounding it is 1/12 for
-    all elements.
-
-    Args:
-        affine: Defines the groups; its bits do not matter.
-        x: A floating-point array of any shape.
-
-    Returns:
-        A float32 scalar: the mean variance over the mean squared range of the sampled
-        groups; 0 if no group has a range, NaN if a group has values that are not
-        finite.
+    all elements. It is measured in sampled groups of `affine`: 0 if none has a range,
+    NaN if one has values that are not finite.
     """
     if x.size == 0:
         return jnp.zeros((), jnp.float32)
@@ -384,10 +368,6 @@ def _strides(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
 
     Strides are odd, so that they are not in step with a power of two. All dimensions
     get similar numbers of samples, because it is unknown along which one groups differ.
-
-    Args:
-        shape: The shape of the array.
-        most: The most samples, at least 1.
     """
     strides = [1] * len(shape)
 
