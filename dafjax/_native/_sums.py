@@ -13,7 +13,7 @@ the two of a norm, can share it: `sum_groups` is the first step of one sum, and
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,15 +27,10 @@ from dafjax._numbers import Array
 
 
 def num_groups(x: Any, num_axes: int) -> tuple[int, ...]:
-    """Returns the number of parts of each leading axis.
+    """Returns the number of parts of each leading axis; a group is one part of each.
 
-    The first step sums each group of rows to one row; a group is one part of each axis.
     Axes are divided one by one, because joining them first would copy the array into
-    another layout.
-
-    Returns:
-        The number of parts of each leading axis; 1 for all if one step, or XLA's own
-        two steps, are best.
+    another layout. All numbers are 1 if one step, or XLA's own two steps, are best.
     """
     whole = (1,) * num_axes
     rows = math.prod(x.shape[:num_axes])
@@ -80,28 +75,16 @@ def are_grouped(x: Any, num_axes: int) -> bool:
 
 
 def sum_groups(x: Array, num_axes: int) -> Array:
-    """Sums each group of rows: the first step of a sum on GPUs.
+    """Sums each group of rows, `[groups, *columns]`: the first step of a sum on GPUs.
 
-    Args:
-        x: float32 `[*rows, *columns]`.
-        num_axes: Number of leading axes that are rows.
-
-    Returns:
-        float32 `[groups, *columns]`. If devices share `x`, the first group has the sum
-        of all rows, and the other groups are 0.
+    If devices share `x`, `[*rows, *columns]`, the first group has the sum of all rows,
+    and the other groups are 0.
     """
     return sum_groups_p.bind(x, num_axes=num_axes)
 
 
 def sum_together(arrays: Sequence[Array]) -> list[Array]:
-    """Sums arrays of one shape over their first axis, in one kernel.
-
-    Args:
-        arrays: float32 `[groups, *columns]`.
-
-    Returns:
-        The sum of each array, float32 `[*columns]`.
-    """
+    """Sums arrays of one shape over their first axis, in one kernel."""
     zeros = [jnp.zeros((), x.dtype) for x in arrays]
     return list(lax.reduce(list(arrays), zeros, _add_each, (0,)))
 
@@ -151,35 +134,21 @@ def _divided(x: Array, num_axes: int) -> Array:
     return x.reshape(*parts, *x.shape[num_axes:])
 
 
-def _transpose_sum(
-    cotangent: Array, x: ad.UndefinedPrimal, *, num_axes: int
-) -> list[Array]:
-    shape = x.aval.shape
-    return [lax.broadcast_in_dim(cotangent, shape, range(num_axes, len(shape)))]
+def _derive(primitive: Primitive, function: Callable[..., Array]) -> None:
+    """Gives a primitive the derivative and the batching rule of a linear function."""
 
+    def transpose(cotangent: Array, x: ad.UndefinedPrimal, **params: Any) -> Any:
+        of_one = functools.partial(function, **params)
+        return jax.linear_transpose(of_one, x.aval)(cotangent)
 
-def _transpose_groups(
-    cotangent: Array, x: ad.UndefinedPrimal, *, num_axes: int
-) -> list[Array]:
-    divided = jax.eval_shape(functools.partial(_divided, num_axes=num_axes), x.aval)
-    groups = num_groups(x.aval, num_axes)
-    of_groups = cotangent.reshape(*groups, *cotangent.shape[1:])
-    axes = (*range(0, 2 * num_axes, 2), *range(2 * num_axes, divided.ndim))
-    return [lax.broadcast_in_dim(of_groups, divided.shape, axes).reshape(x.aval.shape)]
+    def batch(
+        operands: Sequence[Array], axes: Sequence[int], **params: Any
+    ) -> tuple[Array, int]:
+        of_one = functools.partial(function, **params)
+        return jax.vmap(of_one, in_axes=axes[0])(operands[0]), 0
 
-
-def _batch_sum(
-    operands: Sequence[Array], places: Sequence[int], *, num_axes: int
-) -> tuple[Array, int]:
-    x = jnp.moveaxis(operands[0], places[0], 0)
-    return lax.reduce_sum(x, range(1, num_axes + 1)), 0
-
-
-def _batch_groups(
-    operands: Sequence[Array], places: Sequence[int], *, num_axes: int
-) -> tuple[Array, int]:
-    of_one = functools.partial(_sum_groups, num_axes=num_axes)
-    return jax.vmap(of_one, in_axes=places[0])(operands[0]), 0
+    ad.deflinear2(primitive, transpose)
+    batching.primitive_batchers[primitive] = batch
 
 
 # Both primitives sum over the first `num_axes` axes. Groups of rows do not match the
@@ -188,15 +157,13 @@ sum_rows_p: Primitive = make_primitive(
     "dafjax_sum_rows", abstract_eval=_abstract_sum, reference=_sum
 )
 lower_as(sum_rows_p, _sum_in_two_steps, where_divided=_sum, platform="cuda")
-ad.deflinear2(sum_rows_p, _transpose_sum)
-batching.primitive_batchers[sum_rows_p] = _batch_sum
+_derive(sum_rows_p, _sum)
 
 sum_groups_p: Primitive = make_primitive(
     "dafjax_sum_groups", abstract_eval=_abstract_groups, reference=_sum_groups
 )
 lower_as(sum_groups_p, _sum_groups, where_divided=_sum_as_one_group, platform="cuda")
-ad.deflinear2(sum_groups_p, _transpose_groups)
-batching.primitive_batchers[sum_groups_p] = _batch_groups
+_derive(sum_groups_p, _sum_groups)
 
 
 def summing_rows(eqn: JaxprEqn, operands: Sequence[Any]) -> JaxprEqn:
