@@ -1,39 +1,15 @@
 """Barriers: identities that order work, delay reads or fix layouts.
 
-Barriers ("ties"): primitives that make every result depend on every operand.
-
 XLA undoes rematerialization unless something forces an order. On CPUs jaxlib up to
 0.10.2 drops `optimization_barrier` before scheduling, so there a barrier is a custom
 call, which is opaque to XLA. Inputs that the results only wait for need not be results
 of this call.
 
 XLA:GPU keeps `optimization_barrier` until it has scheduled the program and then removes
-it, so there a tie is an `optimization_barrier`. A custom call would cost memory: its
-results reuse the buffers of its operands, and XLA computes nothing in place in a buffer
-that several values share. But XLA drops unused results from an `optimization_barrier`,
-and then nothing waits for them.
-
-Primitive that keeps an array in row-major order on GPUs: a layout constraint.
-
-Arguments and results of a program are row-major. XLA:GPU runs convolutions in other
-layouts, and elementwise operations in the layout of their operands. Without a
-constraint it transposes a weight first, for all computations that use it. It also
-transposes the optimizer's state of a weight, to match a transposed gradient.
-
-Primitive that delays the reads of an array until a token is computed.
-
-On CPUs a barrier on an argument would copy it. A `select` does not, if the array is
-copied anyway, for example into another layout. On GPUs a `select` would be a kernel,
-but a barrier costs nothing. There, however, XLA:GPU moves the layout that suits the
-consumers to before the barrier, and copies the array early. So the array crosses the
-barrier flattened: an array of one dimension has no layout.
-
-Primitive that makes XLA:GPU write an array in row-major order.
-
-Before a barrier XLA:GPU computes an array in the layout that is easiest to compute, and
-after the barrier transposes it for each matrix product that reads it. A layout
-constraint before the barrier costs nothing: the kernel that computes the array writes
-it in that layout.
+it, so there a barrier is an `optimization_barrier`. A custom call would cost memory:
+its results reuse the buffers of its operands, and XLA computes nothing in place in a
+buffer that several values share. But XLA drops unused results from an
+`optimization_barrier`, and then nothing waits for them.
 """
 
 import dataclasses
@@ -42,12 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, partial_eval as pe
 
-from dafjax._native import _reference
 from dafjax._native._primitive import (
     CustomCall,
     DivisionRule,
@@ -129,9 +105,21 @@ def tie_tree(tree: ArrayTree, token: Array) -> tuple[ArrayTree, Array]:
     return jax.tree.unflatten(structure, tied), token
 
 
-def _tie_divided(*arrays: Array, **params: Any) -> tuple[Array, ...]:
+def _tie(
+    *arrays: Array, num_settled: int, only_on_cpus: bool, **_: Static
+) -> tuple[Array, ...]:
+    # XLA drops an array from the barrier if nothing reads its result.
+    return arrays if only_on_cpus else _tie_divided(*arrays, num_settled=num_settled)
+
+
+def _tie_divided(*arrays: Array, num_settled: int, **_: Static) -> tuple[Array, ...]:
     # For divided arrays nothing is decoded inside its consumer's kernel (`_fused.py`).
-    return _reference.tie(*arrays, **{**params, "only_on_cpus": False})
+    num_tied = len(arrays) - num_settled
+    return (*lax.optimization_barrier(arrays[:num_tied]), *arrays[num_tied:])
+
+
+def _hold(*arrays: Array, num_awaited: int) -> tuple[Array, ...]:
+    return tuple(lax.optimization_barrier(arrays))[num_awaited:]
 
 
 def _run_on_cpu(*arrays: Array, num_awaited: int, **_: Static) -> list[Array]:
@@ -193,7 +181,7 @@ _CALL = CustomCall("dafjax_tie", _divide_held, aliased=True)
 hold_p: Primitive = make_primitive(
     "dafjax_hold",
     abstract_eval=lambda *avals, num_awaited: avals[num_awaited:],
-    reference=_reference.hold,
+    reference=_hold,
     multiple_results=True,
     call=_CALL,
 )
@@ -201,11 +189,11 @@ _pass_on(hold_p, lambda num_awaited: num_awaited)
 tie_p: Primitive = make_primitive(
     "dafjax_tie",
     abstract_eval=lambda *avals, **_: avals,
-    reference=_reference.tie,
+    reference=_tie,
     multiple_results=True,
 )
 lower_as(tie_p, _run_on_cpu, platform="cpu")
-lower_as(tie_p, _reference.tie, where_divided=_tie_divided, platform="cuda")
+lower_as(tie_p, _tie, where_divided=_tie_divided, platform="cuda")
 _pass_on(tie_p, lambda **_: 0)
 pe.dce_rules[tie_p] = _without_unused
 ad.primitive_transposes[tie_p] = _transpose
@@ -213,6 +201,11 @@ ad.primitive_transposes[tie_p] = _transpose
 
 def pin(x: Array) -> Array:
     """Returns its argument, and stops XLA:GPU from moving a layout change across it.
+
+    Arguments and results of a program are row-major. XLA:GPU runs convolutions in other
+    layouts, and elementwise operations in the layout of their operands. Without a
+    constraint it transposes a weight first, for all computations that use it. It also
+    transposes the optimizer's state of a weight, to match a transposed gradient.
 
     On a GPU it is a custom call that reuses the buffer of its operand. Elsewhere it is
     a no-op. It has the derivative of the identity.
@@ -222,9 +215,8 @@ def pin(x: Array) -> Array:
 
 def _make_identity(name: str, call: CustomCall | None = None) -> Primitive:
     """Makes a primitive of one array that is the identity on other platforms."""
-    primitive = make_primitive(
-        name, abstract_eval=lambda aval: aval, reference=_reference.pin, call=call
-    )
+    same = lambda x: x  # noqa: E731
+    primitive = make_primitive(name, abstract_eval=same, reference=same, call=call)
     ad.deflinear2(primitive, lambda cotangent, _: [cotangent])
     batching.defvectorized(primitive)
     return primitive
@@ -238,8 +230,12 @@ pin_p: Primitive = _make_identity(
 def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
     """Returns its arguments; XLA reads the first one only after the token is computed.
 
-    XLA:GPU also changes the layout of the array only after that. It has the derivative
-    of the identity.
+    It has the derivative of the identity. On CPUs a barrier on an argument would copy
+    it. A `select` does not, if the array is copied anyway, for example into another
+    layout. On GPUs a `select` would be a kernel, but a barrier costs nothing. There,
+    however, XLA:GPU moves the layout that suits the consumers to before the barrier,
+    and copies the array early. So the array crosses the barrier flattened: an array of
+    one dimension has no layout.
 
     Args:
         x: An array of numbers.
@@ -257,8 +253,12 @@ def _wait_flat(x: Array, token: Array) -> tuple[Array, Array]:
     return flat.reshape(x.shape), token
 
 
-def _wait_shared(x: Array, token: Array) -> tuple[Array, Array]:
-    late, token = _reference.pin_late(x, token)
+def _select_late(x: Array, token: Array) -> tuple[Array, Array]:
+    return lax.select(token == 0, x, jnp.zeros_like(x)), token
+
+
+def _wait_divided(x: Array, token: Array) -> tuple[Array, Array]:
+    late, token = _select_late(x, token)
     return pin(late), token
 
 
@@ -275,16 +275,21 @@ def _batch_pin_late(
 pin_late_p: Primitive = make_primitive(
     "dafjax_pin_late",
     abstract_eval=lambda *avals: avals,
-    reference=_reference.pin_late,
+    reference=_select_late,
     multiple_results=True,
 )
-lower_as(pin_late_p, _wait_flat, where_divided=_wait_shared, platform="cuda")
+lower_as(pin_late_p, _wait_flat, where_divided=_wait_divided, platform="cuda")
 _pass_on(pin_late_p, lambda: 0)
 batching.primitive_batchers[pin_late_p] = _batch_pin_late
 
 
 def row_major(x: Array) -> Array:
     """Returns its argument, which XLA:GPU computes in row-major order.
+
+    Before a barrier XLA:GPU computes an array in the layout that is easiest to compute,
+    and after the barrier transposes it for each matrix product that reads it. A layout
+    constraint before the barrier costs nothing: the kernel that computes the array
+    writes it in that layout.
 
     On other platforms, and where devices share the array, it is a no-op. It has the
     derivative of the identity.
@@ -297,4 +302,4 @@ def _constrain(x: Array) -> Array:
 
 
 row_major_p: Primitive = _make_identity("dafjax_row_major")
-lower_as(row_major_p, _constrain, where_divided=_reference.pin, platform="cuda")
+lower_as(row_major_p, _constrain, where_divided=lambda x: x, platform="cuda")

@@ -420,39 +420,6 @@ def unpack_bitmask(
     return fields != jnp.uint32(0)
 
 
-def tie(
-    *arrays: Array,
-    num_awaited: int,
-    num_settled: int,
-    num_droppable: int,
-    only_on_cpus: bool,
-) -> tuple[Array, ...]:
-    """Returns its arguments; all but the last `num_settled` pass one barrier.
-
-    XLA drops an array from the barrier if nothing reads its result.
-    """
-    del num_awaited, num_droppable
-    if only_on_cpus:
-        return arrays
-    num_tied = len(arrays) - num_settled
-    return (*lax.optimization_barrier(arrays[:num_tied]), *arrays[num_tied:])
-
-
-def hold(*arrays: Array, num_awaited: int) -> tuple[Array, ...]:
-    """Returns its arguments after a barrier, without the first `num_awaited`."""
-    return tuple(lax.optimization_barrier(arrays))[num_awaited:]
-
-
-def pin(x: Array) -> Array:
-    """Returns its argument."""
-    return x
-
-
-def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
-    """Returns its arguments; the first one waits for the second one, which is 0."""
-    return lax.select(token == 0, x, jnp.zeros_like(x)), token
-
-
 def _wait_for(after: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:
     if not after:
         return arrays
