@@ -15,6 +15,7 @@ packs this output in per-channel groups has all of it in registers, so it sums t
 (reduction fused with packing).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,12 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching
 
 from dafjax._native import _cuda, _reference
 from dafjax._native._codes import (
     check_dtype,
     num_packed,
+    pack_affine,
     pack_affine_p,
     pack_attributes,
     pack_bitmask,
@@ -45,7 +47,6 @@ from dafjax._native._primitive import (
     make_primitive,
     refuse_derivatives,
     retyped,
-    rows_like,
 )
 from dafjax._native._sums import sum_together
 from dafjax._numbers import Array
@@ -180,23 +181,13 @@ def _pack_and_sum(x: Array, seed: Array, *, format: Format) -> list[Array]:
 def _sum_blocks(x: Array, seed: Array, *, format: Format) -> list[Array]:
     if not _cuda.register():
         return _pack_and_sum(x, seed, format=format)
-    *packed, total, of_squares = _blocks_p.bind(x, seed, format=format)
+    packed = jax.eval_shape(functools.partial(pack_affine, format=format), x, seed)
+    of_blocks = jax.ShapeDtypeStruct(packed[1].shape, jnp.float32)
+    call = jax.ffi.ffi_call(_TARGET, (*packed, of_blocks, of_blocks))
+    *results, total, of_squares = call(x, seed, **pack_attributes(format=format))
     # Lanes of adjacent groups belong to adjacent columns.
     sums = sum_together([b.reshape(-1, format.columns) for b in (total, of_squares)])
-    return [*packed, *sums]
-
-
-def _abstract_blocks(x: Any, seed: Any, *, format: Format) -> Sequence[Any]:
-    packed, _ = pack_affine_p.abstract_eval(x, seed, format=format)
-    of_blocks = rows_like(x, packed[1].shape[-1], jnp.dtype(jnp.float32))
-    return [*packed, of_blocks, of_blocks]
-
-
-def _lower_blocks(
-    context: mlir.LoweringRuleContext, *operands: Any, format: Format
-) -> Sequence[Any]:
-    lower = jax.ffi.ffi_lowering(_TARGET)
-    return lower(context, *operands, **pack_attributes(format=format))
+    return [*results, *sums]
 
 
 def _batch(
@@ -208,11 +199,6 @@ def _batch(
     results = jax.vmap(of_one, in_axes=tuple(axes))(*operands)
     return results, (0,) * len(results)
 
-
-_blocks_p = Primitive("dafjax_sum_blocks")
-_blocks_p.multiple_results = True
-_blocks_p.def_abstract_eval(_abstract_blocks)
-mlir.register_lowering(_blocks_p, _lower_blocks, platform="cuda")
 
 pack_affine_and_sum_p: Primitive = make_primitive(
     _TARGET,
