@@ -193,12 +193,7 @@ def encode_padded(
 
     finite = is_finite(pattern)
     value = from_bits(flush(pattern))
-    counted = finite & present
-    low = jnp.min(jnp.where(counted, value, jnp.float32(np.inf)), axis=-1)
-    high = jnp.max(jnp.where(counted, value, jnp.float32(-np.inf)), axis=-1)
-    has_finite = low <= high
-    low = jnp.where(has_finite, low, jnp.float32(0))
-    high = jnp.where(has_finite, high, jnp.float32(0))
+    low, high = _extremes(value, finite & present)
     flagged = jnp.any(~finite, axis=-1)
 
     minimum, scale = _affine_parameters(low, high, flagged, bits, dtype)
@@ -239,6 +234,16 @@ def encode_padded(
     code = jnp.where(finite, code, _not_finite_code(pattern, bits))
     code = jnp.where(present, code, jnp.uint32(0))
     return format.from_blocks(code), scale, minimum
+
+
+def _extremes(value: Array, counted: Array) -> tuple[Array, Array]:
+    """Returns least and greatest counted value of each group; 0 if there is none."""
+    low = jnp.min(jnp.where(counted, value, jnp.float32(np.inf)), axis=-1)
+    high = jnp.max(jnp.where(counted, value, jnp.float32(-np.inf)), axis=-1)
+    has_finite = low <= high
+    low = jnp.where(has_finite, low, jnp.float32(0))
+    high = jnp.where(has_finite, high, jnp.float32(0))
+    return low, high
 
 
 def _joined(scale: Array, minimum: Array) -> Array:
@@ -351,11 +356,16 @@ def unpack_affine(
     value = (minimum * shrink + product * (shrink + shrink)) * grow
     if dithered:
         value = lax.clamp(-_largest(dtype), value, _largest(dtype))
-    value = round_to(value, dtype)
+    return _with_not_finite(round_to(value, dtype), code, scale, kept)
 
-    # Select by integers: XLA:GPU would write booleans to memory, to decode less often.
-    # The sign of a scale is the flag. In flagged groups, codes with the top bit set are
-    # special.
+
+def _with_not_finite(value: Array, code: Array, scale: Array, kept: int) -> Array:
+    """Replaces the values of special codes: those with the top bit in flagged groups.
+
+    The sign of a scale is the flag. It selects by integers: XLA:GPU would write
+    booleans to memory, to decode less often.
+    """
+    dtype = value.dtype
     top = code << jnp.uint32(32 - kept) if kept else jnp.uint32(1 << 31)
     special = lax.bitcast_convert_type(to_bits(scale) & top, jnp.int32)
     word = jnp.uint32 if dtype == jnp.float32 else jnp.uint16
