@@ -227,12 +227,8 @@ def _unpacked_mask_type(words: Any, *after: Any, size: int) -> Any:
     return rows_like(words, size, jnp.dtype(jnp.bool_))
 
 
-def _divide_mask(mask: Any) -> DivisionRule:
-    return divide_rows(mask, ("n",), ("w",))
-
-
-def _divide_unpacked_mask(words: Any, *after: Any, **_: Any) -> DivisionRule:
-    return divide_rows(words, ("w",), ("n",), after)
+def _divide_mask(rows: Any, *after: Any, **_: Any) -> DivisionRule:
+    return divide_rows(rows, ("from",), ("to",), after)
 
 
 pack_bitmask_p: Primitive = make_primitive(
@@ -246,7 +242,7 @@ unpack_bitmask_p: Primitive = make_primitive(
     abstract_eval=_unpacked_mask_type,
     reference=_reference.unpack_bitmask,
     # The call has the size from the type of its result.
-    call=CustomCall("dafjax_unpack_bitmask", _divide_unpacked_mask),
+    call=CustomCall("dafjax_unpack_bitmask", _divide_mask),
 )
 # Booleans have no tangent, so neither primitive has an operand to refuse.
 for _primitive in (pack_bitmask_p, unpack_bitmask_p):

@@ -58,7 +58,8 @@ def load(path: pathlib.Path) -> ctypes.CDLL:
         ) from error
     for name in ("architectures", "error"):
         getattr(library, f"dafjax_cuda_{name}").restype = ctypes.c_char_p
-    _library.check_api_version(built_api(library), _library.jaxlib_ffi_api(), path.name)
+    built = library.dafjax_cuda_ffi_major(), library.dafjax_cuda_ffi_minor()
+    _library.check_api_version(built, _library.jaxlib_ffi_api(), path.name)
     return library
 
 
@@ -70,11 +71,6 @@ def connect(library: ctypes.CDLL) -> None:
         ctypes.c_void_p(module.pack_bytes_function()),
     )
     library.dafjax_cuda_serve_ledgers(ctypes.c_void_p(module.note_function()))
-
-
-def built_api(library: ctypes.CDLL) -> tuple[int, int]:
-    """Returns the FFI API version that the library was built against."""
-    return library.dafjax_cuda_ffi_major(), library.dafjax_cuda_ffi_minor()
 
 
 @functools.cache

@@ -42,39 +42,14 @@ class StaleHandle(RuntimeError):
     """A handle matches no residual of its page pool: freed already, or never stored."""
 
 
-def make_pool(
-    name: str,
-    *,
-    budget: int | None,
-    growth_share: float | None,
-    growth_nbytes: int | None,
-    executions_in_flight: int,
-    backward_once: bool,
-    packer: str,
-) -> Any:
+def make_pool(name: str, **options: Any) -> Any:
     """Makes a pool, which lives as long as the returned object.
 
-    Args:
-        name: The name that custom calls use to find it, unique among pools in use.
-        budget: The most bytes that it takes, or None for no limit.
-        growth_share: It grows by this share of recent peak use, or None.
-        growth_nbytes: It grows by this number of bytes, or None.
-        executions_in_flight: As in `PagePool`; so are the other arguments.
-        backward_once: Whether to free residuals once the backward pass has read them.
-        packer: Which processor packs for GPU programs.
-
-    Raises:
-        ValueError: Another pool in use has the name.
+    Its name, by which custom calls find it, must be unique among pools in use.
+    `stores.PagePool` has the options, with `growth` as `growth_share` or as
+    `growth_nbytes`.
     """
-    return _library.load().Pool(
-        name,
-        budget=budget,
-        growth_share=growth_share,
-        growth_nbytes=growth_nbytes,
-        executions_in_flight=executions_in_flight,
-        backward_once=backward_once,
-        packer=packer,
-    )
+    return _library.load().Pool(name, **options)
 
 
 def pool_hash(name: str) -> int:

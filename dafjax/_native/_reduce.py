@@ -43,8 +43,7 @@ from dafjax._numbers import Array, Device, Static
 STRATEGIES = ("parallel", "atomic", "hybrid")
 _LEAST_PART_ELEMENTS = 8192
 _MOST_PARTS = 1024
-_STATE_WORDS = 4
-_PART_WORDS = 2
+_STATE_WORDS, _PART_WORDS = 4, 2
 
 
 def num_parts(row_elements: int) -> int:

@@ -108,8 +108,7 @@ class PagePool(AbstractStore):
             packer: Which processor packs residuals of GPU programs: `"gpu"`, `"cpu"` or
                 `"auto"`. `"cpu"` is for GPUs that share the host's memory, as on a
                 Jetson: the CPU packs codes that the GPU has quantized, while the GPU
-                goes on.
-                `"auto"` tries both on such GPUs and takes the one with shorter
+                goes on. `"auto"` tries both on such GPUs and takes the one with shorter
                 executions; on other GPUs the GPU packs.
             name: The name that compiled programs use to find the pool; by default it
                 counts the pools in the order of their creation.
@@ -143,7 +142,6 @@ class PagePool(AbstractStore):
         self._hash = pool_hash(self._name)
         self._sites: dict[int, str] = {}
         self._target: Target | None = None
-        self._growth = growth
         self._executions_in_flight = executions_in_flight
         self._lasting_only = lasting_only
         self._pool: Any = make_pool(
