@@ -149,6 +149,7 @@ def _put_type(
             raise ValueError(
                 f"pool_put: `{name}` must be one of (1, 2, 4, 8), not {value}."
             )
+    assert not format.dithered, "Lost planes leave no codes to subtract noise from."
     _refuse_explicit_axes(x)
     shape = (*x.shape[:-2], HANDLE_SIZE)
     return retyped(x, shape, dtype=UINT32, weak_type=False)
