@@ -361,8 +361,7 @@ def refuse_derivatives(
 ) -> None:
     """Makes differentiation through the first `num_data` operands a clear error.
 
-    The primitive does not read the other operands. They are only dependencies and
-    contribute no tangent.
+    The others are only dependencies, which contribute no tangent.
     """
 
     def jvp(

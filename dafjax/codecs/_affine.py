@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -170,11 +170,8 @@ class Affine(AbstractCodec):
         return self.rounding == "dithered"
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
-        self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        rows, format = self.rows_and_format(x.shape)
-        matrix, seed = to_rows(x, rows), as_seed(seed)
-        packed = pack_affine(matrix, seed, format=format)
-        return PackedAffine(*packed, seeds=self._seeds(seed, matrix))
+        packed, *_ = self._packed(pack_affine, x, seed)
+        return packed
 
     def sums_columns(self, like: Like) -> bool:
         _, format = self.rows_and_format(like.shape)
@@ -185,11 +182,22 @@ class Affine(AbstractCodec):
     ) -> tuple[PackedAffine, Array, Array]:
         if not self.sums_columns(jax.ShapeDtypeStruct(x.shape, x.dtype)):
             return super().encode_and_sum(x, seed=seed)
+        packed, total, of_squares = self._packed(pack_affine_and_sum, x, seed)
+        return packed, total, of_squares
+
+    def _packed(
+        self, pack: Callable[..., tuple[Array, ...]], x: Array, seed: int | Array
+    ) -> tuple[Any, ...]:
+        """Returns the packed array, and what else `pack` returns."""
+        self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
         rows, format = self.rows_and_format(x.shape)
         matrix, seed = to_rows(x, rows), as_seed(seed)
-        *packed, total, of_squares = pack_affine_and_sum(matrix, seed, format=format)
-        seeds = self._seeds(seed, matrix)
-        return PackedAffine(*packed, seeds=seeds), total, of_squares
+        codes, scale, minimum, *sums = pack(matrix, seed, format=format)
+        seeds = None
+        if self.is_dithered:
+            # The seed of every row, divided among devices as the rows are.
+            seeds = lax.full_like(matrix, 0, jnp.uint32, matrix.shape[:-1]) + seed
+        return PackedAffine(codes, scale, minimum, seeds), *sums
 
     def decode(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
@@ -265,12 +273,6 @@ class Affine(AbstractCodec):
             stochastic=self.rounding != "nearest",
             dithered=self.is_dithered,
         )
-
-    def _seeds(self, seed: Array, rows: Array) -> Array | None:
-        """Returns the seed of every row, divided among devices as the rows are."""
-        if not self.is_dithered:
-            return None
-        return lax.full_like(rows, 0, jnp.uint32, rows.shape[:-1]) + seed
 
     def check(self, like: Like) -> None:
         name = like.dtype.name
