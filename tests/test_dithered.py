@@ -227,5 +227,14 @@ def test_errors_name_what_is_missing():
             packed.codes, packed.scale, packed.minimum, seeds=jnp.zeros(3, jnp.uint32),
             size=512, dtype=jnp.float32, format=Format(2, 256, dithered=True),
         )  # fmt: skip
-    with pytest.raises(ValueError, match="`seeds` must be given if"):
-        Affine().decode(packed, like(jnp.ones((2, 512))))
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_a_codec_with_another_rounding_decodes_alike(rounding, rng):
+    x = jnp.asarray(rng.standard_normal((2, 512), np.float32))
+    codec = Affine(rounding="dithered")
+    for of in (codec, Affine()):
+        packed = of.encode(x)
+        got = Affine(rounding=rounding).decode(packed, like(x))
+        assert_same_bits(got, of.decode(packed, like(x)))
+        assert_same_bits(codec.decode(packed, like(x)), got)

@@ -78,11 +78,7 @@ def packed_operands(
     format: Format,
 ) -> list[Array]:
     """Returns the operands of a decoder: codes, scale, minimum; seeds; others."""
-    if format.dithered != (seeds is not None):
-        raise ValueError(
-            "unpack_affine: `seeds` must be given if the format is dithered, and only "
-            f"then, but got {format} and seeds={seeds}."
-        )
+    assert format.dithered == (seeds is not None)
     noise = () if seeds is None else (seeds,)
     return [*packed, *noise, *filter(can_pass_through, after)]
 
@@ -96,6 +92,11 @@ def _pack_type(x: Any, seed: Any, *, format: Format) -> tuple[Any, Any, Any]:
     check_rows_and_seed("pack_affine", x, seed)
     size = x.shape[-1]
     format.check("pack_affine", size)
+    if format.dithered and not format.stochastic:
+        raise ValueError(
+            "pack_affine: `dithered` is for stochastic rounding: pass "
+            "`stochastic=True` too."
+        )
     blocks = rows_like(x, format.num_blocks(size), BFLOAT16)
     return rows_like(x, format.num_words(size), UINT16), blocks, blocks
 

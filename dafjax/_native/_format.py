@@ -81,7 +81,7 @@ class Format:
     dithered: bool = False
 
     def check(self, function: str, size: int) -> None:
-        """Raises ValueError unless the format can encode rows of `size` elements."""
+        """Raises ValueError unless the format has codes of rows of `size` elements."""
         for name, valid in (("bits", BITS), ("block_size", BLOCK_SIZES)):
             value = getattr(self, name)
             if value not in valid:
@@ -92,11 +92,6 @@ class Format:
             raise ValueError(
                 f"{function}: `columns` must be 0 or divide the elements of a row, "
                 f"{size}, but is {self.columns}."
-            )
-        if self.dithered and not self.stochastic:
-            raise ValueError(
-                f"{function}: `dithered` is for stochastic rounding: pass "
-                "`stochastic=True` too."
             )
 
     def num_words(self, size: int) -> int:

@@ -221,6 +221,8 @@ class Affine(AbstractCodec):
     ) -> Array:
         self.check(like)
         rows, format = self.rows_and_format(like.shape)
+        # A codec with another rounding may have packed it.
+        format = dataclasses.replace(format, dithered=packed.seeds is not None)
         return unpack(
             packed.codes,
             packed.scale,
