@@ -31,7 +31,7 @@ from dafjax.allocation import (
     first_bits,
     nbytes,
 )
-from dafjax.stores._adaptive import SiteFacts
+from dafjax.stores._codecs import SiteFacts
 
 
 def adaptive_jit(

@@ -81,7 +81,7 @@ def codes_in(closed):
                 nbytes += sum(v.aval.size * 2 for v in eqn.outvars)
                 # A seed for each row.
                 rows = eqn.invars[0].aval.shape[:-1]
-                nbytes += 4 * math.prod(rows) * eqn.params["dithered"]
+                nbytes += 4 * math.prod(rows) * eqn.params["format"].dithered
                 count += 1
             stack += jaxprs_in_params(eqn.params)
     return nbytes, count

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dafjax._native import unpack_affine
+from dafjax._native import Format, unpack_affine
 from dafjax.codecs import Affine, PackedAffine
 from tests import oracle
 from tests.helpers import (
@@ -265,8 +265,7 @@ def test_fewer_bits_are_a_prefix_of_eight(
         jnp.zeros(blocks, jnp.bfloat16),
         size=size,
         dtype=np.dtype("float32"),
-        bits=fewer,
-        block_size=256,
+        format=Format(fewer, 256),
     )
     np.testing.assert_array_equal(prefix, codes >> (8 - fewer))
 

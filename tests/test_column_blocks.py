@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from dafjax._native import (
+    Format,
     _library,
     _reference,
     pack_affine,
     pack_bitmask,
     unpack_affine,
 )
-from dafjax._native._format import num_blocks, num_tiles
+from dafjax._native._format import num_tiles
 from dafjax.codecs import Affine
 from tests import oracle
 from tests.helpers import (
@@ -62,8 +63,9 @@ def check_kernels(
     size = x.shape[1]
     packed = oracle.encode_columns(x, SEED, bits, block_size, stochastic, columns)
     decoded = oracle.decode(*packed, size, x.dtype, bits, block_size, columns)
-    assert packed[0].shape[1] == num_tiles(size, columns) * 32 * bits
-    assert packed[1].shape[1] == num_blocks(size, block_size, columns)
+    format = Format(bits, block_size, columns)
+    assert packed[0].shape[1] == format.num_words(size)
+    assert packed[1].shape[1] == format.num_blocks(size)
     integer = np.uint16 if x.dtype.itemsize == 2 else np.uint32
     for name in library.instruction_sets():
         where = f"{name} {dtype} {columns=} {size=} {bits=} {block_size=} {stochastic=}"
@@ -151,12 +153,12 @@ def check_primitives(
     x = mixed_rows(8, size, dtype, seed=size)
     expected = oracle.encode_columns(x, SEED, bits, block_size, stochastic, columns)
     decoded = oracle.decode(*expected, size, x.dtype, bits, block_size, columns)
-    code = {"bits": bits, "block_size": block_size, "columns": columns}
+    code = {"format": Format(bits, block_size, columns, stochastic)}
     for pack, unpack in (
         (pack_affine, unpack_affine),
         (_reference.pack_affine, _reference.unpack_affine),
     ):
-        pack = jax.jit(functools.partial(pack, **code, stochastic=stochastic))
+        pack = jax.jit(functools.partial(pack, **code))
         unpack = jax.jit(functools.partial(unpack, **code, size=size, dtype=x.dtype))
         packed = pack(jnp.asarray(x), jnp.uint32(SEED))
         for part, wanted in zip(packed, expected, strict=True):
@@ -199,13 +201,10 @@ def test_a_known_matrix_has_known_codes() -> None:
     matrix = np.zeros((3, 32), np.float32)
     matrix[:, 0] = 0, 1, 3
     matrix[:, 1] = 10, 30, 20
-    code = {"bits": 2, "block_size": 64}
     codes, scale, minimum = pack_affine(
         jnp.asarray(matrix.ravel()),
         jnp.uint32(0),
-        **code,
-        stochastic=False,
-        columns=32,
+        format=Format(2, 64, columns=32, stochastic=False),
     )
     assert scale.shape == minimum.shape == (32,)
     assert scale[:3].tolist() == [1.0, 6.6875, 0.0]
@@ -219,14 +218,10 @@ def test_a_known_matrix_has_known_codes() -> None:
 def test_columns_are_packed_as_if_alone(columns: int) -> None:
     # To nearest: the noise depends on the tile.
     x = mixed_rows(8, 200 * columns, "float32", seed=columns).reshape(8, 200, columns)
-    pack = functools.partial(
-        pack_affine, bits=3, block_size=64, stochastic=False, columns=columns
-    )
-    unpack = functools.partial(
-        unpack_affine, bits=3, block_size=64, size=200 * columns, dtype=x.dtype
-    )
-    packed = pack(jnp.asarray(x.reshape(8, -1)), jnp.uint32(0))
-    decoded = np.asarray(unpack(*packed, columns=columns)).reshape(x.shape)
+    code = {"format": Format(3, 64, columns, stochastic=False)}
+    packed = pack_affine(jnp.asarray(x.reshape(8, -1)), jnp.uint32(0), **code)
+    decoded = unpack_affine(*packed, size=200 * columns, dtype=x.dtype, **code)
+    decoded = np.asarray(decoded).reshape(x.shape)
     fold = 32 // np.gcd(columns, 32)
     for channel in {0, columns // 2, columns - 1}:
         for start in range(fold):
@@ -242,14 +237,14 @@ def test_columns_are_packed_as_if_alone(columns: int) -> None:
 def test_fewer_bits_are_a_prefix_of_eight(fewer: int, rng: np.random.Generator) -> None:
     size, columns = 90 * 48, 48
     x = jnp.asarray(rng.standard_normal(size), jnp.float32)
-    code = {"block_size": 64, "columns": columns}
-    packed = pack_affine(x, jnp.uint32(1), bits=8, stochastic=True, **code)
-    blocks = num_blocks(size, 64, columns)
+    format, format_of_prefix = Format(8, 64, columns), Format(fewer, 64, columns)
+    packed = pack_affine(x, jnp.uint32(1), format=format)
+    blocks = format.num_blocks(size)
     unit = (jnp.ones(blocks, jnp.bfloat16), jnp.zeros(blocks, jnp.bfloat16))
     unpack = functools.partial(unpack_affine, size=size, dtype=np.dtype("float32"))
     words = packed[0][: num_tiles(size, columns) * 32 * fewer]
-    prefix = unpack(words, *unit, bits=fewer, **code)
-    codes = np.asarray(unpack(packed[0], *unit, bits=8, **code)).astype(int)
+    prefix = unpack(words, *unit, format=format_of_prefix)
+    codes = np.asarray(unpack(packed[0], *unit, format=format)).astype(int)
     np.testing.assert_array_equal(prefix, codes >> (8 - fewer))
 
 
@@ -257,14 +252,14 @@ def test_fewer_bits_are_a_prefix_of_eight(fewer: int, rng: np.random.Generator) 
 def test_batches_are_matrices_packed_alone(
     batch: tuple[int, ...], key: jax.Array
 ) -> None:
-    code = {"bits": 2, "block_size": 64, "columns": 40}
+    code = {"format": Format(2, 64, columns=40)}
     x = jax.random.normal(key, (*batch, 800))
-    packed = pack_affine(x, jnp.uint32(3), **code, stochastic=True)
+    packed = pack_affine(x, jnp.uint32(3), **code)
     # Twenty rows of 40 are five of 160: one row of five tiles.
     assert packed[0].shape == (*batch, 5 * 64)
     assert packed[1].shape == packed[2].shape == (*batch, 160)
     for place in np.ndindex(batch):
-        alone = pack_affine(x[place], jnp.uint32(3), **code, stochastic=True)
+        alone = pack_affine(x[place], jnp.uint32(3), **code)
         for part, row in zip(packed, alone, strict=True):
             assert_same_bits(part[place], row)
     y = unpack_affine(*packed, size=800, dtype=np.dtype("float32"), **code)
@@ -273,9 +268,7 @@ def test_batches_are_matrices_packed_alone(
 
 def test_seeds_batched_with_the_rows_are_their_own(key: jax.Array) -> None:
     x = jax.random.normal(key, (3, 70 * 32))
-    pack = functools.partial(
-        pack_affine, bits=2, block_size=64, stochastic=True, columns=32
-    )
+    pack = functools.partial(pack_affine, format=Format(2, 64, columns=32))
     seeds = jnp.arange(3, dtype=jnp.uint32)
     packed = jax.vmap(pack)(x, seeds)
     for i in range(3):
@@ -291,12 +284,11 @@ def test_columns_that_do_not_divide_a_row_are_refused(
     x = jnp.zeros(1000)
     message = f"`columns` must be 0 or divide .*1000.*{columns}"
     with pytest.raises(ValueError, match="pack_affine: " + message):
-        pack_affine(x, jnp.uint32(0), stochastic=True, **code)
-    packed = pack_affine(
-        x, jnp.uint32(0), stochastic=True, bits=2, block_size=64, columns=10
-    )
+        pack_affine(x, jnp.uint32(0), format=Format(**code))
+    packed = pack_affine(x, jnp.uint32(0), format=Format(2, 64, columns=10))
+    wanted = {"dtype": np.dtype("float32"), "format": Format(**code)}
     with pytest.raises(ValueError, match="unpack_affine: " + message):
-        unpack_affine(*packed, size=1000, dtype=np.dtype("float32"), **code)
+        unpack_affine(*packed, size=1000, **wanted)
     with pytest.raises(ValueError, match=message):
         library.pack_affine(
             "scalar", np.zeros((1, 1000), np.float32), 0, stochastic=True, **code
@@ -324,10 +316,10 @@ def test_the_custom_call_checks_the_columns_itself() -> None:
 
 
 def test_packed_of_row_blocks_is_refused() -> None:
-    code = {"bits": 2, "block_size": 64}
-    packed = pack_affine(jnp.zeros(6400), jnp.uint32(0), stochastic=True, **code)
+    packed = pack_affine(jnp.zeros(6400), jnp.uint32(0), format=Format(2, 64))
+    code = {"format": Format(2, 64, columns=64), "dtype": np.dtype("float32")}
     with pytest.raises(ValueError, match=r"`codes` must have shape .*columns=64"):
-        unpack_affine(*packed, size=6400, dtype=np.dtype("float32"), columns=64, **code)
+        unpack_affine(*packed, size=6400, **code)
 
 
 def decibels(codec: Affine, x: np.ndarray) -> float:
@@ -397,7 +389,7 @@ def test_columns_are_the_default_from_64_values_of_a_channel_on(shape, rows) -> 
     codec = Affine(blocks="columns")
     assert codec.has_full_columns(shape) == (rows is not None)
     if rows is not None:
-        assert codec.rows_and_columns(shape) == (rows, shape[-1])
+        assert codec.rows_and_format(shape) == (rows, Format(2, 256, shape[-1]))
 
 
 def test_transformations_of_the_codec_agree_with_a_loop(key: jax.Array) -> None:

@@ -9,13 +9,13 @@ import pytest
 from flax import linen as nn
 
 import dafjax
-from dafjax._native import pack_affine_and_sum
+from dafjax._native import Format, pack_affine_and_sum
 from dafjax.codecs import Affine
 from tests.helpers import assert_same_bits
 
 
 COLUMNS = Affine(bits=2, blocks="columns")
-CODE = {"bits": 2, "block_size": 256, "stochastic": True}
+CODE = {"format": Format(2, 256, columns=4)}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_only_float32_in_columns_is_summed_so():
 
 @pytest.mark.parametrize("axes", [(0, None), (1, 0), (None, 0)])
 def test_a_batch_of_arrays_is_packed_and_summed_one_by_one(axes, rng):
-    pack = functools.partial(pack_affine_and_sum, columns=4, **CODE)
+    pack = functools.partial(pack_affine_and_sum, **CODE)
     x = jnp.asarray(rng.standard_normal((3, 2, 1024), np.float32))
     x = x[0] if axes[0] is None else jnp.moveaxis(x, 0, axes[0])
     seeds = jnp.arange(3, dtype=jnp.uint32)
@@ -60,12 +60,12 @@ def test_a_batch_of_arrays_is_packed_and_summed_one_by_one(axes, rng):
 def test_what_cannot_be_summed_is_refused():
     x = jnp.ones((2, 512))
     with pytest.raises(ValueError, match="`columns` must be at least 1, not 0"):
-        pack_affine_and_sum(x, jnp.uint32(0), columns=0, **CODE)
+        pack_affine_and_sum(x, jnp.uint32(0), format=Format(2, 256))
     with pytest.raises(TypeError, match="`x` must be float32, not bfloat16"):
-        pack_affine_and_sum(x.astype(jnp.bfloat16), jnp.uint32(0), columns=4, **CODE)
+        pack_affine_and_sum(x.astype(jnp.bfloat16), jnp.uint32(0), **CODE)
     with pytest.raises(NotImplementedError, match="bits=None"):
         jax.jvp(
-            lambda x: pack_affine_and_sum(x, jnp.uint32(0), columns=4, **CODE),
+            lambda x: pack_affine_and_sum(x, jnp.uint32(0), **CODE),
             (x,),
             (x,),
         )

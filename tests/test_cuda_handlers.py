@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dafjax._native import (
+    Format,
     _cpu,
     _cuda,
     _reduce,
@@ -67,14 +68,17 @@ def test_affine_codes_are_those_of_the_cpu(
     x = x.at[0, 0, 5].set(jnp.nan)
     code = {"bits": 4, "block_size": 128, "columns": columns}
     rounding = {"stochastic": stochastic, "dithered": dithered}
-    expected = pack_affine(x, jnp.uint32(9), **rounding, **code)
+    format = Format(**rounding, **code)
+    expected = pack_affine(x, jnp.uint32(9), format=format)
     packed = _call(
         "pack_affine", list(map(_like, expected)), x, jnp.uint32(9), **rounding, **code
     )
     for part, wanted in zip(packed, expected, strict=True):
         assert_same_bits(part, wanted)
     seeds = jnp.full((2, 3), 9, jnp.uint32) if dithered else None
-    y = unpack_affine(*expected, size=x.shape[-1], dtype=x.dtype, seeds=seeds, **code)
+    y = unpack_affine(
+        *expected, size=x.shape[-1], dtype=x.dtype, seeds=seeds, format=format
+    )
     # The last operand is not read.
     others = (x,) if seeds is None else (seeds, x)
     call = functools.partial(_call, "unpack_affine", _like(y), *packed, **code)
@@ -88,7 +92,7 @@ def test_affine_codes_are_those_of_the_cpu(
 def test_sums_of_blocks_are_those_of_their_values(handlers, rng, columns):
     x = rng.standard_normal((2, 3, 1584 * columns // 16)).astype(np.float32)
     code = {"bits": 2, "block_size": 64, "columns": columns}
-    expected = pack_affine(x, jnp.uint32(9), stochastic=True, **code)
+    expected = pack_affine(x, jnp.uint32(9), format=Format(**code))
     of_blocks = jax.ShapeDtypeStruct(expected[1].shape, jnp.float32)
     results = [*map(_like, expected), of_blocks, of_blocks]
     *packed, total, of_squares = _call(
@@ -107,7 +111,7 @@ def test_sums_of_blocks_are_those_of_their_values(handlers, rng, columns):
 def test_sums_of_row_blocks_are_refused(handlers):
     x = jnp.ones(512)
     code = {"bits": 2, "block_size": 64, "columns": 0}
-    packed = pack_affine(x, jnp.uint32(9), stochastic=True, **code)
+    packed = pack_affine(x, jnp.uint32(9), format=Format(**code))
     results = [*map(_like, packed), jax.ShapeDtypeStruct((8,), jnp.float32)] * 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="columns must be positive"):
         jax.block_until_ready(
@@ -228,7 +232,7 @@ def test_what_cannot_be_timed_is_named(handlers, timed, message):
 def test_bad_attributes_are_named(handlers, change, message):
     x = jnp.zeros((1, 128))
     code = {"bits": 2, "block_size": 64, "columns": 0, "stochastic": 1, "dithered": 0}
-    packed = pack_affine(x, jnp.uint32(0), bits=2, block_size=64, stochastic=True)
+    packed = pack_affine(x, jnp.uint32(0), format=Format(2, 64))
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(
             _call(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dafjax._native import _cpu, _cuda, pool_get, pool_hash, pool_put
+from dafjax._native import Format, _cpu, _cuda, pool_get, pool_hash, pool_put
 from dafjax.stores import PagePool, StaleHandle
 from tests import simulated_gpu
 from tests.helpers import assert_same_bits
@@ -79,10 +79,8 @@ def test_what_a_pool_gives_back_is_what_it_gives_on_a_cpu(pool, dtype, columns):
     code = {"block_size": 128, "columns": columns}
     got = _get(pool, _put(pool, x, bits=4, **code), x, **code)
     on_cpu = PagePool(name=f"{uuid.uuid4()}")
-    code["pool"] = pool_hash(on_cpu.name)
-    handle = pool_put(
-        x, jnp.uint32(5), site=0, bits=4, max_bits=8, stochastic=True, **code
-    )
+    code = {"format": Format(4, **code), "pool": pool_hash(on_cpu.name)}
+    handle = pool_put(x, jnp.uint32(5), site=0, max_bits=8, **code)
     want = pool_get(handle, rows=x.shape[-2:], dtype=x.dtype, **code)
     assert_same_bits(got, want)
     assert pool.stats().entries == on_cpu.stats().entries == 2
@@ -196,8 +194,8 @@ def test_an_error_of_the_block_is_not_hidden(pool):
 
 def test_a_pool_serves_either_cpus_or_a_gpu(pool):
     x = _normal((1, 700))
-    code = {"pool": pool_hash(pool.name), "site": 0, "bits": 2, "max_bits": 8}
-    on_cpu = lambda: pool_put(x, jnp.uint32(0), block_size=64, stochastic=True, **code)
+    code = {"pool": pool_hash(pool.name), "site": 0, "max_bits": 8}
+    on_cpu = lambda: pool_put(x, jnp.uint32(0), format=Format(2, 64), **code)
     on_cpu()
     with pytest.raises(ERRORS, match="residuals of programs for CP"):
         jax.block_until_ready(_put(pool, x))

@@ -13,6 +13,7 @@ import pytest
 from dafjax._native import (
     CudaDevice,
     CudaStatus,
+    Format,
     LibraryError,
     _cuda,
     cuda_status,
@@ -163,8 +164,8 @@ def test_programs_for_cuda_have_custom_calls_if_the_library_is_built(monkeypatch
     monkeypatch.setattr(_cuda, "register", lambda: True)
 
     def roundtrip(x):
-        code = {"bits": 2, "block_size": 64}
-        packed = pack_affine(x, jnp.uint32(0), stochastic=True, **code)
+        code = {"format": Format(2, 64)}
+        packed = pack_affine(x, jnp.uint32(0), **code)
         x = unpack_affine(*packed, x, size=701, dtype=jnp.float32, **code)
         (x,) = hold(x, after=packed[:1])
         mask = unpack_bitmask(pack_bitmask(x > 0), x, size=701)
@@ -202,13 +203,9 @@ def test_programs_for_cuda_put_residuals_into_a_pool_if_the_library_is_built(
     monkeypatch,
 ):
     def roundtrip(x):
-        handle = pool_put(
-            x, jnp.uint32(0), pool=1, site=2, bits=2, max_bits=8, block_size=64,
-            stochastic=True,
-        )  # fmt: skip
-        y = pool_get(
-            handle, pool=1, rows=(1, 703), dtype=jnp.dtype("float32"), block_size=64
-        )
+        code = {"format": Format(2, 64), "pool": 1}
+        handle = pool_put(x, jnp.uint32(0), site=2, max_bits=8, **code)
+        y = pool_get(handle, rows=(1, 703), dtype=jnp.dtype("float32"), **code)
         return y, pool_note(y[0, :2], pool=1, sites=(2,))
 
     x = jax.ShapeDtypeStruct((1, 703), jnp.float32)

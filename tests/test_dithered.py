@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dafjax._native import _reference, pack_affine, unpack_affine
+from dafjax._native import Format, _reference, pack_affine, unpack_affine
 from dafjax.codecs import Affine
 from dafjax.codecs._affine import sample_rounding_noise
 from dafjax.stores import PagePool
@@ -26,20 +26,19 @@ SEED = 11
 SIZE = 1500
 
 
-@functools.partial(jax.jit, static_argnames=("size", "bits", "block_size", "columns"))
-def round_trip(x, seed, *, size, bits, block_size, columns):
+@functools.partial(jax.jit, static_argnames=("size", "format"))
+def round_trip(x, seed, *, size, format):
     """What kernels make of rows, and what jax.numpy makes of them: codes and values."""
-    code = {"bits": bits, "block_size": block_size, "columns": columns}
     seeds = jnp.full(x.shape[:-1], seed)
     results = []
     for native in (False, True):
         pack = pack_affine if native else _reference.pack_affine
-        packed = pack(x, seed, stochastic=True, dithered=True, **code)
-        parameters = {"size": size, "dtype": x.dtype, **code}
+        packed = pack(x, seed, format=format)
+        parameters = {"size": size, "dtype": x.dtype, "format": format}
         if native:
             y = unpack_affine(*packed, seeds=seeds, **parameters)
         else:
-            y = _reference.unpack_affine(*packed, seeds, dithered=True, **parameters)
+            y = _reference.unpack_affine(*packed, seeds, **parameters)
         results.append((packed, y))
     return results
 
@@ -58,9 +57,9 @@ def test_kernels_and_jax_numpy_give_the_same_bits(bits):
     some = layouts[oracle.BITS.index(bits) % 2 :: 2]
     for turn, (size, columns, block_size) in enumerate(some):
         x = mixed_rows(8, size, FLOAT_DTYPES[(turn + bits) % 3], seed=bits)
-        code = {"bits": bits, "block_size": block_size, "columns": columns}
+        format = Format(bits, block_size, columns, dithered=True)
         (codes, values), (expected_codes, expected) = round_trip(
-            x, jnp.uint32(7), size=size, **code
+            x, jnp.uint32(7), size=size, format=format
         )
         for got, wanted in zip(codes, expected_codes, strict=True):
             assert_same_bits(got, wanted)
@@ -198,15 +197,13 @@ def test_the_decoder_that_xla_fuses_gives_the_same_bits():
     codes = zip(FLOAT_DTYPES, (1, 2, 8), strict=True)
     for (dtype, bits), columns in itertools.product(codes, (0, 36)):
         x = jnp.asarray(mixed_rows(2, 70 * 36, dtype, seed=bits))
-        code = {"bits": bits, "block_size": 64, "columns": columns}
-        packed = pack_affine(
-            x, jnp.uint32(SEED), stochastic=True, dithered=True, **code
-        )
+        code = {"format": Format(bits, 64, columns, dithered=True)}
+        packed = pack_affine(x, jnp.uint32(SEED), **code)
         seeds = jnp.full(x.shape[:1], SEED, jnp.uint32)
         code |= {"size": x.shape[-1], "dtype": x.dtype}
         expected = unpack_affine(*packed, seeds=seeds, **code).reshape(-1, 70, 36)
         decode = functools.partial(
-            _reference.unpack_affine, **code, dithered=True, shape=expected.shape
+            _reference.unpack_affine, **code, shape=expected.shape
         )
         got = jax.jit(decode)(*packed, seeds)
         # XLA:CPU, unlike XLA:GPU, flushes subnormals, which halves may be.
@@ -221,14 +218,23 @@ def test_page_pools_round_stochastically(request):
 
 
 def test_errors_name_what_is_missing():
+    format = Format(2, 64, stochastic=False, dithered=True)
     with pytest.raises(ValueError, match="`dithered` is for stochastic rounding"):
-        pack_affine(
-            jnp.ones(512), jnp.uint32(0), bits=2, block_size=64,
-            stochastic=False, dithered=True,
-        )  # fmt: skip
+        pack_affine(jnp.ones(512), jnp.uint32(0), format=format)
     packed = Affine(rounding="dithered").encode(jnp.ones((2, 512)))
     with pytest.raises(ValueError, match="`seeds` must have shape"):
         unpack_affine(
             packed.codes, packed.scale, packed.minimum, seeds=jnp.zeros(3, jnp.uint32),
-            size=512, dtype=jnp.float32, bits=2, block_size=256,
+            size=512, dtype=jnp.float32, format=Format(2, 256, dithered=True),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_a_codec_with_another_rounding_decodes_alike(rounding, rng):
+    x = jnp.asarray(rng.standard_normal((2, 512), np.float32))
+    codec = Affine(rounding="dithered")
+    for of in (codec, Affine()):
+        packed = of.encode(x)
+        got = Affine(rounding=rounding).decode(packed, like(x))
+        assert_same_bits(got, of.decode(packed, like(x)))
+        assert_same_bits(codec.decode(packed, like(x)), got)

@@ -16,13 +16,17 @@ from dafjax._schedule.chunks import Chunks
 from dafjax._schedule.stages import stretches_of
 from dafjax._schedule.steps import Unpacking
 from dafjax._sensitivity.moments import moments_of_rows, sample_rows
-from dafjax._trace.by_rows import evaluate_on_rows, rows_read, rows_summed
+from dafjax._trace.by_rows import (
+    convolve_in_loop,
+    evaluate_on_rows,
+    rows_read,
+    rows_summed,
+)
 from dafjax._trace.equation import Equation, call_equation
 from dafjax._trace.residuals import differentiate
-from dafjax._trace.sums import convolve_in_loop
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import CompressExpensive, CompressNames
-from dafjax.stores import _page_pool
+from dafjax.stores import _codecs
 from tests import networks
 from tests.helpers import like, prepared, relative_error, scheduled
 
@@ -593,7 +597,7 @@ class TestInAPagePool:
 
     @pytest.fixture(autouse=True)
     def small_entries(self, monkeypatch, stochastic):
-        monkeypatch.setattr(_page_pool, "_NUM_ELEMENTS_OF_PAGE", 1)
+        monkeypatch.setattr(_codecs, "_NUM_ELEMENTS_OF_PAGE", 1)
 
     @staticmethod
     def example(key):

@@ -14,8 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dafjax._native import _library, _reference, pack_affine, unpack_affine
-from dafjax._native._format import Blocks
+from dafjax._native import Format, _library, _reference, pack_affine, unpack_affine
 from tests import oracle
 from tests.helpers import FLOAT_DTYPES, assert_same_bits, mixed_rows, storage
 
@@ -180,9 +179,7 @@ def test_the_reference_equals_the_oracle_at_every_length(
         functools.partial(
             _reference.encode_padded,
             dtype=np.dtype(np.float32),
-            bits=bits,
-            blocks=Blocks(block_size, columns=0),
-            stochastic=stochastic,
+            format=Format(bits, block_size, stochastic=stochastic),
         )
     )(x.view(np.uint32), jnp.uint32(SEED), jnp.asarray(sizes, jnp.uint32)[:, None])
     assert np.array_equal(got[0], expected.codes)
@@ -201,12 +198,12 @@ def check_all_agree(
     rows = oracle.encode(x, SEED, bits, block_size, stochastic).packed()
     codes, scale, minimum = (np.stack(part) for part in zip(*rows, strict=True))
     decoded = oracle.decode(codes, scale, minimum, size, x.dtype, bits, block_size)
-    code = {"bits": bits, "block_size": block_size}
+    code = {"format": Format(bits, block_size, stochastic=stochastic)}
     for pack, unpack in (
         (pack_affine, unpack_affine),
         (_reference.pack_affine, _reference.unpack_affine),
     ):
-        pack = jax.jit(functools.partial(pack, **code, stochastic=stochastic))
+        pack = jax.jit(functools.partial(pack, **code))
         unpack = jax.jit(functools.partial(unpack, **code, size=size, dtype=x.dtype))
         packed = pack(jnp.asarray(x), jnp.uint32(SEED))
         assert_same_bits(packed[0], codes)
@@ -240,7 +237,7 @@ def test_ranges_beyond_float32_decode_alike(
 def test_subnormals_do_not_depend_on_the_thread(library: ModuleType) -> None:
     # XLA's threads flush subnormals, Python's do not.
     x = mixed_rows(8, 5000, "float32", seed=11)
-    pack = functools.partial(pack_affine, bits=8, block_size=64, stochastic=True)
+    pack = functools.partial(pack_affine, format=Format(8, 64))
     through_xla = pack(jnp.asarray(x), jnp.uint32(1))
     direct = library.pack_affine(library.instruction_set(), x, 1, 8, 64, True, 1)
     for got, wanted in zip(through_xla, direct, strict=True):

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dafjax._native import (
+    Format,
     _cuda,
     _reference,
     pack_affine,
@@ -58,8 +59,8 @@ def test_the_decoder_that_xla_fuses_gives_the_bits_of_the_custom_call(shape, bit
         if columns:
             # Rows that are shorter than the rest are in blocks of columns too.
             x[0, :100] = np.inf
-        code = {"bits": bits, "block_size": 64, "columns": columns}
-        packed = pack_affine(jnp.asarray(x), jnp.uint32(SEED), **code, stochastic=True)
+        code = {"format": Format(bits, 64, columns)}
+        packed = pack_affine(jnp.asarray(x), jnp.uint32(SEED), **code)
         code |= {"size": size, "dtype": x.dtype}
         expected = unpack_affine(*packed, **code).reshape(shape)
         decode = functools.partial(_reference.unpack_affine, **code, shape=shape)
@@ -75,8 +76,8 @@ def test_ranges_beyond_float32_are_decoded(dtype):
     """The product of a code and the scale alone would be infinite."""
     largest = float(jnp.finfo(dtype).max)
     x = jnp.asarray([[-largest, largest] * 256], dtype)
-    code = {"bits": 8, "block_size": 256}
-    packed = pack_affine(x, jnp.uint32(SEED), **code, stochastic=False)
+    code = {"format": Format(8, 256, stochastic=False)}
+    packed = pack_affine(x, jnp.uint32(SEED), **code)
     code |= {"size": 512, "dtype": x.dtype}
     got = jax.jit(functools.partial(_reference.unpack_affine, **code, shape=(512,)))(
         *packed
@@ -176,7 +177,7 @@ def test_invalid_operands_are_refused_as_by_the_custom_call():
     with pytest.raises(ValueError, match="must have 64 words a row"):
         unpack_bitmask_fused(words, shape=(2, 513), size=513)
     blocks = jnp.zeros((2, 1), jnp.bfloat16)
-    code = {"size": 64, "dtype": jnp.float32, "bits": 5, "block_size": 64}
+    code = {"size": 64, "dtype": jnp.float32, "format": Format(5, 64)}
     with pytest.raises(ValueError, match="`bits` must be one of"):
         unpack_affine_fused(words, blocks, blocks, shape=(2, 64), **code)
 
@@ -187,7 +188,7 @@ PARAMETERS = jax.ShapeDtypeStruct((3, 3), jnp.bfloat16)
 
 
 def decode_both(words, parameters):
-    code = {"size": 513, "dtype": jnp.float32, "bits": 1, "block_size": 256}
+    code = {"size": 513, "dtype": jnp.float32, "format": Format(1, 256)}
     shape = (3, 19, 27)
     mask = unpack_bitmask_fused(words, shape=shape, size=513)
     x = unpack_affine_fused(words, parameters, parameters, shape=shape, **code)

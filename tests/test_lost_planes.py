@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dafjax._native import _cpu, _reference
+from dafjax._native import Format, _cpu, _reference
 from tests import oracle
 from tests.helpers import FLOAT_DTYPES, assert_same_bits, mixed_rows, storage
 
@@ -63,9 +63,7 @@ def test_every_implementation_decodes_what_is_left_alike(bits, kept, columns):
             _reference.unpack_affine,
             size=SIZE,
             dtype=x.dtype,
-            bits=bits,
-            block_size=64,
-            columns=columns,
+            format=Format(bits, 64, columns),
             kept_bits=kept,
         )
     )

@@ -13,6 +13,7 @@ import pytest
 from jax.test_util import check_grads
 
 from dafjax._native import (
+    Format,
     LibraryError,
     LibraryStatus,
     _cuda,
@@ -30,8 +31,8 @@ from dafjax._native import (
 from tests.helpers import assert_same_bits
 
 
-PACK = {"bits": 2, "block_size": 256, "stochastic": True}
-UNPACK = {"bits": 2, "block_size": 256, "dtype": np.dtype("float32")}
+PACK = {"format": Format(bits=2, block_size=256)}
+UNPACK = {**PACK, "dtype": np.dtype("float32")}
 
 
 def calls_in(text: str, target: str) -> list[str]:
@@ -60,9 +61,9 @@ def test_packing_checks_shapes() -> None:
 def test_packing_checks_parameters() -> None:
     x, seed = jnp.zeros(3), jnp.uint32(0)
     with pytest.raises(ValueError, match="`bits` must be one of"):
-        pack_affine(x, seed, bits=5, block_size=256, stochastic=True)
+        pack_affine(x, seed, format=Format(5, 256))
     with pytest.raises(ValueError, match="`block_size` must be one of"):
-        pack_affine(x, seed, bits=2, block_size=100, stochastic=True)
+        pack_affine(x, seed, format=Format(2, 100))
 
 
 def test_unpacking_checks_dtypes() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dafjax._native import pack_affine
+from dafjax._native import Format, pack_affine
 from dafjax._native._format import noise_words
 from tests import oracle
 
@@ -55,9 +55,7 @@ def sample(
     x = np.where(inner, x + np.float32(planted_bias), x)
 
     seeds = jnp.arange(NUM_SEEDS, dtype=jnp.uint32)
-    pack = functools.partial(
-        pack_affine, bits=bits, block_size=BLOCK, stochastic=True, columns=columns
-    )
+    pack = functools.partial(pack_affine, format=Format(bits, BLOCK, columns))
     words = jax.jit(jax.vmap(pack, in_axes=(None, 0)))(jnp.asarray(x), seeds)[0]
     codes = oracle.unpack_planes(np.asarray(words), SIZE, bits)
     return codes[:, inner], expected[inner]

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 import dafjax
-from dafjax._native import _fused, sum_groups, sum_rows_p, sum_together
-from dafjax._trace.sums import summing_rows, sums_of_groups
+from dafjax._native import (
+    _sums,
+    sum_groups,
+    sum_rows_p,
+    sum_together,
+    summing_rows,
+    sums_of_groups,
+)
 
 
 def like(*shape, dtype="float32"):
@@ -47,7 +53,7 @@ def like(*shape, dtype="float32"):
     ],
 )
 def test_rows_are_divided_among_blocks_of_threads(x, num_axes, groups):
-    assert _fused.num_groups(x, num_axes) == groups
+    assert _sums.num_groups(x, num_axes) == groups
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ def test_rows_are_divided_among_blocks_of_threads(x, num_axes, groups):
 def test_two_steps_make_the_sum(shape):
     x = jax.random.normal(jax.random.key(0), shape)
     axes = tuple(range(len(shape) - 1))
-    got = jax.jit(functools.partial(_fused._sum_in_two_steps, num_axes=len(axes)))(x)
+    got = jax.jit(functools.partial(_sums._sum_in_two_steps, num_axes=len(axes)))(x)
     want = np.sum(np.asarray(x, np.float64), axis=axes)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
@@ -66,7 +72,7 @@ def test_groups_add_up_to_the_sum(shape):
     x = jax.random.normal(jax.random.key(0), shape)
     num_axes = len(shape) - 1
     groups = sum_groups(x, num_axes)
-    num_groups = np.prod(_fused.num_groups(x, num_axes))
+    num_groups = np.prod(_sums.num_groups(x, num_axes))
     assert groups.shape == (num_groups, shape[-1])
     rows = np.asarray(x, np.float64)
     want = rows.reshape(num_groups, -1, shape[-1]).sum(1)
@@ -78,7 +84,7 @@ def test_groups_add_up_to_the_sum(shape):
 
 def test_where_devices_share_rows_the_sum_is_that_of_one_group():
     x = jax.random.normal(jax.random.key(0), (4096, 64))
-    groups = _fused._sum_as_one_group(x, num_axes=1)
+    groups = _sums._sum_as_one_group(x, num_axes=1)
     assert groups.shape == sum_groups(x, 1).shape
     np.testing.assert_allclose(groups[0], x.sum(0), rtol=1e-5)
     assert not np.any(groups[1:])

@@ -28,6 +28,7 @@ import tyro
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console
 from dafjax._native import (
+    Format,
     _cuda,
     _reference as reference,
     ledger_note,
@@ -145,13 +146,13 @@ def cases() -> Iterator[Case]:
     )
     for number, (dtype, bits, block_size, columns, stochastic) in enumerate(grid):
         x = values(_SIZES[number % len(_SIZES)], dtype)
-        code = {"bits": bits, "block_size": block_size, "columns": columns}
-        round_trip = functools.partial(_round_trip, stochastic=stochastic, **code)
+        format = Format(bits, block_size, columns, stochastic)
+        round_trip = functools.partial(_round_trip, format=format)
         yield Case(
             f"affine {dtype} {bits} {block_size} {columns} {stochastic} {x.shape[-1]}",
             round_trip,
             round_trip,
-            functools.partial(_plain_round_trip, stochastic=stochastic, **code),
+            functools.partial(_plain_round_trip, format=format),
             (x, jnp.uint32(_SEED)),
         )
     for size in (0, 3, 515, 70_001):
@@ -185,13 +186,13 @@ def _cases_of_pools() -> Iterator[Case]:
         dtype = ("float32", "bfloat16", "float16")[number % 3]
         x = values(_SIZES[number % len(_SIZES)], dtype)
         name = f"pool {packer} {dtype} {bits} {columns} {x.shape[-1]}"
-        code = {"bits": bits, "block_size": 256, "columns": columns}
+        format = Format(bits, 256, columns)
         through_pool = functools.partial(
-            _through_pool, pool=PagePool(packer=packer, name=name), **code
+            _through_pool, pool=PagePool(packer=packer, name=name), format=format
         )
         yield Case(
             name,
-            functools.partial(_decoded, **code),
+            functools.partial(_decoded, format=format),
             through_pool,
             through_pool,
             (x, jnp.uint32(_SEED)),
@@ -212,36 +213,32 @@ def values(size: int, dtype: str) -> jax.Array:
     return jnp.asarray(rows).astype(dtype)
 
 
-def _round_trip(
-    x: jax.Array, seed: jax.Array, *, stochastic: bool, **code: Any
-) -> ArrayTree:
-    packed = pack_affine(x, seed, stochastic=stochastic, **code)
-    code |= {"size": x.shape[-1], "dtype": x.dtype}
+def _round_trip(x: jax.Array, seed: jax.Array, *, format: Format) -> ArrayTree:
+    packed = pack_affine(x, seed, format=format)
+    code: Any = {"size": x.shape[-1], "dtype": x.dtype, "format": format}
     fused = unpack_affine_fused(*packed, shape=x.shape, **code)
     return packed, unpack_affine(*packed, **code), fused
 
 
-def _plain_round_trip(
-    x: jax.Array, seed: jax.Array, *, stochastic: bool, **code: Any
-) -> ArrayTree:
-    packed = reference.pack_affine(x, seed, stochastic=stochastic, **code)
-    code |= {"size": x.shape[-1], "dtype": x.dtype}
-    unpacked = reference.unpack_affine(*packed, **code)
+def _plain_round_trip(x: jax.Array, seed: jax.Array, *, format: Format) -> ArrayTree:
+    packed = reference.pack_affine(x, seed, format=format)
+    size, dtype = x.shape[-1], x.dtype
+    unpacked = reference.unpack_affine(*packed, size=size, dtype=dtype, format=format)
     # XLA:CPU flushes subnormals, which the decoder for GPUs has.
     return packed, unpacked, unpacked
 
 
-def _decoded(x: jax.Array, seed: jax.Array, **code: Any) -> jax.Array:
-    packed = pack_affine(x, seed, stochastic=True, **code)
-    return unpack_affine(*packed, size=x.shape[-1], dtype=x.dtype, **code)
+def _decoded(x: jax.Array, seed: jax.Array, *, format: Format) -> jax.Array:
+    packed = pack_affine(x, seed, format=format)
+    return unpack_affine(*packed, size=x.shape[-1], dtype=x.dtype, format=format)
 
 
 def _through_pool(
-    x: jax.Array, seed: jax.Array, *, pool: PagePool, bits: int, **blocks: Any
+    x: jax.Array, seed: jax.Array, *, pool: PagePool, format: Format
 ) -> jax.Array:
-    blocks |= {"pool": pool_hash(pool.name)}
-    handle = pool_put(x, seed, site=0, bits=bits, max_bits=8, stochastic=True, **blocks)
-    return pool_get(handle, rows=x.shape, dtype=x.dtype, **blocks)
+    code: Any = {"pool": pool_hash(pool.name), "format": format}
+    handle = pool_put(x, seed, site=0, max_bits=8, **code)
+    return pool_get(handle, rows=x.shape, dtype=x.dtype, **code)
 
 
 def _bitmask_round_trip(mask: jax.Array) -> ArrayTree:

@@ -23,13 +23,10 @@ from dafjax._native._cuda import (
     power_mode as power_mode,
     processor as processor,
 )
+from dafjax._native._format import Format as Format
 from dafjax._native._fused import (
-    are_grouped as are_grouped,
     pack_affine_and_sum as pack_affine_and_sum,
     pack_bitmask_fused as pack_bitmask_fused,
-    sum_groups as sum_groups,
-    sum_rows_p as sum_rows_p,
-    sum_together as sum_together,
     unpack_affine_fused as unpack_affine_fused,
     unpack_bitmask_fused as unpack_bitmask_fused,
 )
@@ -63,4 +60,11 @@ from dafjax._native._reduce import (
     sum_of_squares as sum_of_squares,
     time_reductions as time_reductions,
     tune_device as tune_device,
+)
+from dafjax._native._sums import (
+    sum_groups as sum_groups,
+    sum_rows_p as sum_rows_p,
+    sum_together as sum_together,
+    summing_rows as summing_rows,
+    sums_of_groups as sums_of_groups,
 )

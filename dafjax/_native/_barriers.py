@@ -1,53 +1,37 @@
 """Barriers: identities that order work, delay reads or fix layouts.
 
-Barriers ("ties"): primitives that make every result depend on every operand.
-
 XLA undoes rematerialization unless something forces an order. On CPUs jaxlib up to
 0.10.2 drops `optimization_barrier` before scheduling, so there a barrier is a custom
 call, which is opaque to XLA. Inputs that the results only wait for need not be results
 of this call.
 
 XLA:GPU keeps `optimization_barrier` until it has scheduled the program and then removes
-it, so there a tie is an `optimization_barrier`. A custom call would cost memory: its
-results reuse the buffers of its operands, and XLA computes nothing in place in a buffer
-that several values share. But XLA drops unused results from an `optimization_barrier`,
-and then nothing waits for them.
-
-Primitive that keeps an array in row-major order on GPUs: a layout constraint.
-
-Arguments and results of a program are row-major. XLA:GPU runs convolutions in other
-layouts, and elementwise operations in the layout of their operands. Without a
-constraint it transposes a weight first, for all computations that use it. It also
-transposes the optimizer's state of a weight, to match a transposed gradient.
-
-Primitive that delays the reads of an array until a token is computed.
-
-On CPUs a barrier on an argument would copy it. A `select` does not, if the array is
-copied anyway, for example into another layout. On GPUs a `select` would be a kernel,
-but a barrier costs nothing. There, however, XLA:GPU moves the layout that suits the
-consumers to before the barrier, and copies the array early. So the array crosses the
-barrier flattened: an array of one dimension has no layout.
-
-Primitive that makes XLA:GPU write an array in row-major order.
-
-Before a barrier XLA:GPU computes an array in the layout that is easiest to compute, and
-after the barrier transposes it for each matrix product that reads it. A layout
-constraint before the barrier costs nothing: the kernel that computes the array writes
-it in that layout.
+it, so there a barrier is an `optimization_barrier`. A custom call would cost memory:
+its results reuse the buffers of its operands, and XLA computes nothing in place in a
+buffer that several values share. But XLA drops unused results from an
+`optimization_barrier`, and then nothing waits for them.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval as pe
+from jax.interpreters import ad, batching, partial_eval as pe
 
-from dafjax._native import _reference
-from dafjax._native._primitive import can_pass_through, is_divided, make_primitive
+from dafjax._native._primitive import (
+    CustomCall,
+    DivisionRule,
+    can_pass_through,
+    independent,
+    lower_as,
+    make_primitive,
+)
 from dafjax._numbers import Array, ArrayTree, Static
 
 
@@ -78,20 +62,17 @@ def tie(
         only_on_cpus: Whether there is a barrier only on CPUs and where devices share
             the arrays. On one GPU a value that XLA fuses into its consumer need not
             wait, and XLA:GPU copies an operand at the point where it computes it.
-
-    Returns:
-        The same arrays, after the barrier.
     """
     operands = tuple(filter(can_pass_through, arrays))
-    awaited = sum(map(can_pass_through, arrays[:num_awaited]))
-    settled = sum(map(can_pass_through, arrays[len(arrays) - num_settled :]))
-    droppable = sum(map(can_pass_through, arrays[:num_droppable]))
+    if not operands:
+        return arrays
+    settled = arrays[len(arrays) - num_settled :]
     tied = iter(
-        _bind(
-            operands,
-            num_awaited=awaited,
-            num_settled=settled,
-            num_droppable=droppable,
+        tie_p.bind(
+            *operands,
+            num_awaited=sum(map(can_pass_through, arrays[:num_awaited])),
+            num_settled=sum(map(can_pass_through, settled)),
+            num_droppable=sum(map(can_pass_through, arrays[:num_droppable])),
             only_on_cpus=only_on_cpus,
         )
     )
@@ -107,8 +88,7 @@ def hold(*arrays: Array, after: Sequence[Array]) -> tuple[Array, ...]:
 
     Args:
         *arrays: Arrays of any shape and dtype.
-        after: Barrier inputs only: more arrays that the results wait for. They keep
-            their own buffers.
+        after: Barrier inputs only: arrays that keep their own buffers.
     """
     awaited = tuple(filter(can_pass_through, after))
     operands = tuple(filter(can_pass_through, arrays))
@@ -125,17 +105,21 @@ def tie_tree(tree: ArrayTree, token: Array) -> tuple[ArrayTree, Array]:
     return jax.tree.unflatten(structure, tied), token
 
 
-def _bind(arrays: tuple[Array, ...], **params: Static) -> Sequence[Array]:
-    return tie_p.bind(*arrays, **params) if arrays else ()
+def _tie(
+    *arrays: Array, num_settled: int, only_on_cpus: bool, **_: Static
+) -> tuple[Array, ...]:
+    # XLA drops an array from the barrier if nothing reads its result.
+    return arrays if only_on_cpus else _tie_divided(*arrays, num_settled=num_settled)
 
 
-def _abstract_tie(*avals: Any, **_: Static) -> tuple[Any, ...]:
-    return avals
-
-
-def _tied_where_divided(**params: Static) -> dict[str, Static]:
+def _tie_divided(*arrays: Array, num_settled: int, **_: Static) -> tuple[Array, ...]:
     # For divided arrays nothing is decoded inside its consumer's kernel (`_fused.py`).
-    return {**params, "only_on_cpus": False}
+    num_tied = len(arrays) - num_settled
+    return (*lax.optimization_barrier(arrays[:num_tied]), *arrays[num_tied:])
+
+
+def _hold(*arrays: Array, num_awaited: int) -> tuple[Array, ...]:
+    return tuple(lax.optimization_barrier(arrays))[num_awaited:]
 
 
 def _run_on_cpu(*arrays: Array, num_awaited: int, **_: Static) -> list[Array]:
@@ -143,27 +127,25 @@ def _run_on_cpu(*arrays: Array, num_awaited: int, **_: Static) -> list[Array]:
     return [*arrays[:num_awaited], *held]
 
 
-def _held(*avals: Any, num_awaited: int) -> tuple[Any, ...]:
-    return avals[num_awaited:]
+def _pass_on(primitive: Primitive, num_dropped: Callable[..., int]) -> None:
+    """Gives a primitive the derivative and the batching rule of the identity.
 
+    Its results are its operands without the first `num_dropped`.
+    """
 
-def _jvp_of_held(
-    primals: Sequence[Array], tangents: Sequence[Any], *, num_awaited: int
-) -> tuple[Sequence[Array], Sequence[Any]]:
-    held = hold_p.bind(*primals, num_awaited=num_awaited)
-    return held, list(tangents[num_awaited:])
+    def jvp(
+        primals: Sequence[Array], tangents: Sequence[Any], **params: Static
+    ) -> tuple[Sequence[Array], Sequence[Any]]:
+        dropped = num_dropped(**params)
+        return primitive.bind(*primals, **params), list(tangents[dropped:])
 
+    def batch(
+        operands: Sequence[Array], axes: Sequence[int | None], **params: Static
+    ) -> tuple[Sequence[Array], Sequence[int | None]]:
+        return primitive.bind(*operands, **params), axes[num_dropped(**params) :]
 
-def _batch_held(
-    operands: Sequence[Array], axes: Sequence[int | None], *, num_awaited: int
-) -> tuple[Sequence[Array], Sequence[int | None]]:
-    return hold_p.bind(*operands, num_awaited=num_awaited), axes[num_awaited:]
-
-
-def _jvp_of_tie(
-    primals: Sequence[Array], tangents: Sequence[Any], **params: Static
-) -> tuple[Sequence[Array], Sequence[Any]]:
-    return tie_p.bind(*primals, **params), list(tangents)
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, **_: Static) -> list[Any]:
@@ -171,12 +153,6 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **_: Static) -> list[A
         cotangent if ad.is_undefined_primal(operand) else None
         for cotangent, operand in zip(cotangents, operands, strict=True)
     ]
-
-
-def _batch_tie(
-    operands: Sequence[Array], axes: Sequence[int | None], **params: Static
-) -> tuple[Sequence[Array], Sequence[int | None]]:
-    return tie_p.bind(*operands, **params), axes
 
 
 def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], Any]:
@@ -194,90 +170,82 @@ def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], A
     return keeps, kept
 
 
+def _divide_held(*avals: Any, num_awaited: int = 0) -> DivisionRule:
+    dimensions = independent(avals)
+    return DivisionRule(dimensions, dimensions[num_awaited:])
+
+
+# Its results are its last operands: they reuse the buffers.
+_CALL = CustomCall("dafjax_tie", _divide_held, aliased=True)
 # Returns its operands without the first `num_awaited`. On CPUs `tie_p` lowers to it.
 hold_p: Primitive = make_primitive(
     "dafjax_hold",
-    target="dafjax_tie",
-    abstract_eval=_held,
-    reference=_reference.hold,
+    abstract_eval=lambda *avals, num_awaited: avals[num_awaited:],
+    reference=_hold,
     multiple_results=True,
-    aliased=True,
+    call=_CALL,
 )
-ad.primitive_jvps[hold_p] = _jvp_of_held
-batching.primitive_batchers[hold_p] = _batch_held
+_pass_on(hold_p, lambda num_awaited: num_awaited)
 tie_p: Primitive = make_primitive(
     "dafjax_tie",
-    abstract_eval=_abstract_tie,
-    reference=_reference.tie,
+    abstract_eval=lambda *avals, **_: avals,
+    reference=_tie,
     multiple_results=True,
-    aliased=True,
-    is_call_on_cpu=False,
-    is_call_on_cuda=False,
-    where_divided=_tied_where_divided,
 )
-mlir.register_lowering(
-    tie_p, mlir.lower_fun(_run_on_cpu, multiple_results=True), platform="cpu"
-)
-ad.primitive_jvps[tie_p] = _jvp_of_tie
+lower_as(tie_p, _run_on_cpu, platform="cpu")
+lower_as(tie_p, _tie, where_divided=_tie_divided, platform="cuda")
+_pass_on(tie_p, lambda **_: 0)
 pe.dce_rules[tie_p] = _without_unused
 ad.primitive_transposes[tie_p] = _transpose
-batching.primitive_batchers[tie_p] = _batch_tie
 
 
 def pin(x: Array) -> Array:
     """Returns its argument, and stops XLA:GPU from moving a layout change across it.
 
+    Arguments and results of a program are row-major. XLA:GPU runs convolutions in other
+    layouts, and elementwise operations in the layout of their operands. Without a
+    constraint it transposes a weight first, for all computations that use it. It also
+    transposes the optimizer's state of a weight, to match a transposed gradient.
+
     On a GPU it is a custom call that reuses the buffer of its operand. Elsewhere it is
     a no-op. It has the derivative of the identity.
-
-    Args:
-        x: An array. An array of an extended dtype (PRNG keys) is returned unchanged.
     """
     return pin_p.bind(x) if can_pass_through(x) else x
 
 
-def _make_identity(name: str, **options: Any) -> Primitive:
+def _make_identity(name: str, call: CustomCall | None = None) -> Primitive:
     """Makes a primitive of one array that is the identity on other platforms."""
-
-    def batch(operands: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
-        return primitive.bind(*operands), axes[0]
-
-    primitive = make_primitive(
-        name,
-        abstract_eval=lambda aval: aval,
-        reference=_reference.pin,
-        multiple_results=False,
-        is_call_on_cpu=False,
-        **options,
-    )
+    same = lambda x: x  # noqa: E731
+    primitive = make_primitive(name, abstract_eval=same, reference=same, call=call)
     ad.deflinear2(primitive, lambda cotangent, _: [cotangent])
-    batching.primitive_batchers[primitive] = batch
+    batching.defvectorized(primitive)
     return primitive
 
 
-pin_p: Primitive = _make_identity("dafjax_pin", target="dafjax_tie", aliased=True)
+pin_p: Primitive = _make_identity(
+    "dafjax_pin", dataclasses.replace(_CALL, platforms=("cuda",))
+)
 
 
 def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
     """Returns its arguments; XLA reads the first one only after the token is computed.
 
-    XLA:GPU also changes the layout of the array only after that. It has the derivative
-    of the identity.
+    It has the derivative of the identity. On CPUs a barrier on an argument would copy
+    it. A `select` does not, if the array is copied anyway, for example into another
+    layout. On GPUs a `select` would be a kernel, but a barrier costs nothing. There,
+    however, XLA:GPU moves the layout that suits the consumers to before the barrier,
+    and copies the array early. So the array crosses the barrier flattened: an array of
+    one dimension has no layout.
 
     Args:
         x: An array of numbers.
         token: A scalar that is 0 at run time; XLA must not be able to infer this.
 
     Returns:
-        The array, and a token. Something must read this token, because XLA drops
-        unused results.
+        The array, and a token that something must read: XLA drops unused results.
     """
     late, token = pin_late_p.bind(x, token)
     return late, token
-
-
-def _abstract_pin_late(x: Any, token: Any) -> tuple[Any, Any]:
-    return x, token
 
 
 def _wait_flat(x: Array, token: Array) -> tuple[Array, Array]:
@@ -285,22 +253,13 @@ def _wait_flat(x: Array, token: Array) -> tuple[Array, Array]:
     return flat.reshape(x.shape), token
 
 
-def _wait_shared(x: Array, token: Array) -> tuple[Array, Array]:
-    late, token = _reference.pin_late(x, token)
+def _select_late(x: Array, token: Array) -> tuple[Array, Array]:
+    return lax.select(token == 0, x, jnp.zeros_like(x)), token
+
+
+def _wait_divided(x: Array, token: Array) -> tuple[Array, Array]:
+    late, token = _select_late(x, token)
     return pin(late), token
-
-
-def _lower_pin_late_on_cuda(
-    context: mlir.LoweringRuleContext, x: Any, token: Any
-) -> Sequence[Any]:
-    function = _wait_shared if is_divided(context) else _wait_flat
-    return mlir.lower_fun(function, multiple_results=True)(context, x, token)
-
-
-def _jvp_of_pin_late(
-    primals: Sequence[Array], tangents: Sequence[Any]
-) -> tuple[Sequence[Array], Sequence[Any]]:
-    return pin_late_p.bind(*primals), list(tangents)
 
 
 def _batch_pin_late(
@@ -315,24 +274,25 @@ def _batch_pin_late(
 
 pin_late_p: Primitive = make_primitive(
     "dafjax_pin_late",
-    abstract_eval=_abstract_pin_late,
-    reference=_reference.pin_late,
+    abstract_eval=lambda *avals: avals,
+    reference=_select_late,
     multiple_results=True,
-    is_call_on_cpu=False,
 )
-mlir.register_lowering(pin_late_p, _lower_pin_late_on_cuda, platform="cuda")
-ad.primitive_jvps[pin_late_p] = _jvp_of_pin_late
+lower_as(pin_late_p, _wait_flat, where_divided=_wait_divided, platform="cuda")
+_pass_on(pin_late_p, lambda: 0)
 batching.primitive_batchers[pin_late_p] = _batch_pin_late
 
 
 def row_major(x: Array) -> Array:
     """Returns its argument, which XLA:GPU computes in row-major order.
 
+    Before a barrier XLA:GPU computes an array in the layout that is easiest to compute,
+    and after the barrier transposes it for each matrix product that reads it. A layout
+    constraint before the barrier costs nothing: the kernel that computes the array
+    writes it in that layout.
+
     On other platforms, and where devices share the array, it is a no-op. It has the
     derivative of the identity.
-
-    Args:
-        x: An array. An array of an extended dtype (PRNG keys) is returned unchanged.
     """
     return row_major_p.bind(x) if can_pass_through(x) else x
 
@@ -341,12 +301,5 @@ def _constrain(x: Array) -> Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def _lower_row_major_on_cuda(
-    context: mlir.LoweringRuleContext, x: Any
-) -> Sequence[Any]:
-    lower = _reference.pin if is_divided(context) else _constrain
-    return mlir.lower_fun(lower, multiple_results=False)(context, x)
-
-
 row_major_p: Primitive = _make_identity("dafjax_row_major")
-mlir.register_lowering(row_major_p, _lower_row_major_on_cuda, platform="cuda")
+lower_as(row_major_p, _constrain, where_divided=lambda x: x, platform="cuda")

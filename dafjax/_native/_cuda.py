@@ -4,6 +4,7 @@ Also the state of CUDA on this machine, with the first problem and its remedy; f
 that determine how fast a device's kernels run; and the names of all custom calls.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -17,25 +18,17 @@ from collections.abc import Sequence
 import jax
 
 from dafjax._native import _library
+from dafjax._native._library import dotted
 from dafjax._numbers import Device
 
 
 # Custom call names, and the library functions that implement them.
-HANDLERS = {
-    "dafjax_pack_affine": "dafjax_cuda_pack_affine",
-    "dafjax_pack_affine_and_sum": "dafjax_cuda_pack_affine_and_sum",
-    "dafjax_unpack_affine": "dafjax_cuda_unpack_affine",
-    "dafjax_pack_bitmask": "dafjax_cuda_pack_bitmask",
-    "dafjax_unpack_bitmask": "dafjax_cuda_unpack_bitmask",
-    "dafjax_minmax": "dafjax_cuda_minmax",
-    "dafjax_sum_of_squares": "dafjax_cuda_sum_of_squares",
-    "dafjax_time_reductions": "dafjax_cuda_time_reductions",
-    "dafjax_tie": "dafjax_cuda_tie",
-    "dafjax_pool_put": "dafjax_cuda_pool_put",
-    "dafjax_pool_get": "dafjax_cuda_pool_get",
-    "dafjax_pool_note": "dafjax_cuda_pool_note",
-    "dafjax_ledger_note": "dafjax_cuda_ledger_note",
-}
+_CALLS = (
+    "pack_affine", "pack_affine_and_sum", "unpack_affine", "pack_bitmask",
+    "unpack_bitmask", "minmax", "sum_of_squares", "time_reductions", "tie", "pool_put",
+    "pool_get", "pool_note", "ledger_note",
+)  # fmt: skip
+HANDLERS = {f"dafjax_{name}": f"dafjax_cuda_{name}" for name in _CALLS}
 _FILE = "libdafjax_cuda.so"
 
 
@@ -55,8 +48,7 @@ def load(path: pathlib.Path) -> ctypes.CDLL:
     """Loads the library; this needs no driver.
 
     Raises:
-        LibraryError: The library does not load, or was built against newer FFI headers
-            than jaxlib's.
+        LibraryError: It does not load, or was built against newer FFI headers.
     """
     try:
         library = ctypes.CDLL(str(path))
@@ -66,18 +58,13 @@ def load(path: pathlib.Path) -> ctypes.CDLL:
         ) from error
     for name in ("architectures", "error"):
         getattr(library, f"dafjax_cuda_{name}").restype = ctypes.c_char_p
-    _library.check_api_version(built_api(library), _library.jaxlib_ffi_api(), path.name)
+    built = library.dafjax_cuda_ffi_major(), library.dafjax_cuda_ffi_minor()
+    _library.check_api_version(built, _library.jaxlib_ffi_api(), path.name)
     return library
 
 
 def connect(library: ctypes.CDLL) -> None:
-    """Passes the library the pool, ledger and CPU packing functions.
-
-    They are in the extension module.
-
-    Raises:
-        LibraryError: The extension module is missing or does not load.
-    """
+    """Passes the library the extension module's pools, ledgers and CPU packing."""
     module = _library.load()
     library.dafjax_cuda_serve_pools(
         ctypes.c_void_p(module.attachable_pool_finder()),
@@ -86,20 +73,11 @@ def connect(library: ctypes.CDLL) -> None:
     library.dafjax_cuda_serve_ledgers(ctypes.c_void_p(module.note_function()))
 
 
-def built_api(library: ctypes.CDLL) -> tuple[int, int]:
-    """Returns the FFI API version that the library was built against."""
-    return library.dafjax_cuda_ffi_major(), library.dafjax_cuda_ffi_minor()
-
-
 @functools.cache
 def register() -> bool:
     """Registers the custom calls with XLA's CUDA client, once per process.
 
-    Returns:
-        Whether there are any: False if dafjax was built without CUDA.
-
-    Raises:
-        LibraryError: The library exists but cannot be used.
+    Returns False if dafjax was built without CUDA; raises if the library is unusable.
     """
     path = find()
     if path is None:
@@ -107,9 +85,7 @@ def register() -> bool:
     library = load(path)
     try:
         connect(library)
-        handlers = {
-            name: getattr(library, function) for name, function in HANDLERS.items()
-        }
+        handlers = {n: getattr(library, symbol) for n, symbol in HANDLERS.items()}
     except AttributeError as error:
         raise _library.LibraryError(
             f"The CUDA library `{path}` is of another version of dafjax: {error}. "
@@ -242,14 +218,14 @@ def is_served(capability: tuple[int, int], architectures: Sequence[str]) -> bool
     Machine code runs on GPUs of the same major version and the same or a later minor
     version. Code that the driver translates runs on the same and all later versions.
     """
-    for architecture in architectures:
+
+    def runs(architecture: str) -> bool:
         number, _, kind = architecture.partition("-")
         built = divmod(int(number), 10)
-        if kind == "virtual" and built <= capability:
-            return True
-        if kind != "virtual" and built[0] == capability[0] and built <= capability:
-            return True
-    return False
+        is_fit = kind == "virtual" or built[0] == capability[0]
+        return is_fit and built <= capability
+
+    return any(map(runs, architectures))
 
 
 def _obstacle(status: CudaStatus) -> tuple[str | None, str | None]:
@@ -265,8 +241,8 @@ def _obstacle(status: CudaStatus) -> tuple[str | None, str | None]:
     runtime = status.runtime_version
     if runtime is not None and status.driver_version[0] < runtime[0]:
         return (
-            f"The driver supports CUDA {_dotted(status.driver_version)}, but dafjax "
-            f"was built with CUDA {_dotted(runtime)}.",
+            f"The driver supports CUDA {dotted(status.driver_version)}, but dafjax "
+            f"was built with CUDA {dotted(runtime)}.",
             "Update the driver, or rebuild dafjax with the `nvcc` of CUDA "
             f"{status.driver_version[0]} on the PATH.",
         )
@@ -281,7 +257,7 @@ def _obstacle(status: CudaStatus) -> tuple[str | None, str | None]:
             number = "".join(map(str, device.capability))
             return (
                 f"dafjax has no code for {device.name} (compute capability "
-                f"{_dotted(device.capability)}): it was built for "
+                f"{dotted(device.capability)}): it was built for "
                 f"{', '.join(status.architectures)}.",
                 f"Rebuild with `--config-settings=cmake.define."
                 f"DAFJAX_CUDA_ARCHITECTURES={number}-real` added. " + _BUILD,
@@ -342,20 +318,14 @@ def installed_plugins() -> tuple[str, ...]:
     """Returns the installed CUDA plugins of JAX, with their versions."""
     found = []
     for name in _PLUGINS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return tuple(found)
 
 
 def _version(number: int) -> tuple[int, int]:
     """Splits a CUDA version number: 13020 is 13.2."""
     return number // 1000, number % 1000 // 10
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
 
 
 # Jetsons write their power mode to this file.

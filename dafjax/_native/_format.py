@@ -5,6 +5,7 @@ The counterpart of `xla_ffi/format`; `xla_ffi/README.md` defines it, sections 1,
 
 import dataclasses
 import math
+from typing import final
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,52 +37,71 @@ def folded_width(columns: int) -> int:
 
 
 def num_positions(size: int, columns: int) -> int:
-    """Returns the number of whole folded rows of a matrix.
-
-    The groups of a lane share these positions.
-    """
+    """Returns the number of whole folded rows, which the groups of a lane share."""
     return size // folded_width(columns) if columns > 0 else 0
 
 
 def num_tiles(size: int, columns: int = 0) -> int:
-    """Returns the number of tiles of a row of `size` elements.
-
-    Args:
-        size: Elements of the row.
-        columns: Columns of the matrix that the row stands for; 0 for groups of
-            consecutive elements.
-    """
+    """Returns the number of tiles of a row of `size` elements."""
     if columns == 0:
         return -(-size // TILE)
     width = folded_width(columns)
     return -(-size // (width * ROWS)) * (width // LANES)
 
 
-def num_blocks(size: int, block_size: int, columns: int = 0) -> int:
-    """Returns the number of groups of a row of `size` elements; see `num_tiles`."""
-    if columns == 0:
-        return -(-size // block_size)
-    width = folded_width(columns)
-    return -(-size // (width * block_size)) * width
-
-
 def num_words(size: int, bits: int, columns: int = 0) -> int:
-    """Returns the number of uint16 words of a row of `size` codes; see `num_tiles`."""
+    """Returns the number of uint16 words of a row of `size` codes."""
     return num_tiles(size, columns) * LANES * bits
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class Blocks:
-    """How the elements of a row are grouped; all methods keep the leading axes.
+class Format:
+    """An affine code: how the elements of a row are grouped, rounded and packed.
+
+    Rows `[*batch, size]` of float32, bfloat16 or float16 become codes, uint16
+    `[*batch, num_words(size)]`, and the scale and the minimum of each group, bfloat16
+    `[*batch, num_blocks(size)]`. All methods on arrays keep the leading axes.
 
     Attributes:
-        block_size: Elements of a group.
-        columns: Columns of the matrix that a row stands for; 0 for groups of
-            consecutive elements.
+        bits: Bits of a code: 1, 2, 3, 4 or 8.
+        block_size: Elements of a quantization group, which share a scale: 64, 128, 256,
+            512 or 1024.
+        columns: Columns of the matrix in C order that a row stands for, if each group
+            lies within one column (section 4); 0 for groups of consecutive elements.
+        stochastic: Whether to round codes stochastically (unbiased) or to nearest.
+        dithered: Whether the decoder subtracts the noise of stochastic rounding, which
+            halves the variance of the error (section 3). It then needs the seeds.
     """
 
+    bits: int
     block_size: int
-    columns: int
+    columns: int = 0
+    stochastic: bool = True
+    dithered: bool = False
+
+    def check(self, function: str, size: int) -> None:
+        """Raises ValueError unless the format has codes of rows of `size` elements."""
+        for name, valid in (("bits", BITS), ("block_size", BLOCK_SIZES)):
+            value = getattr(self, name)
+            if value not in valid:
+                raise ValueError(
+                    f"{function}: `{name}` must be one of {valid}, not {value}."
+                )
+        if self.columns < 0 or (self.columns > 0 and size % self.columns != 0):
+            raise ValueError(
+                f"{function}: `columns` must be 0 or divide the elements of a row, "
+                f"{size}, but is {self.columns}."
+            )
+
+    def num_words(self, size: int) -> int:
+        """Returns the number of uint16 words of the codes of a row."""
+        return num_words(size, self.bits, self.columns)
+
+    def num_blocks(self, size: int) -> int:
+        """Returns the number of groups of a row."""
+        unit = self.block_size * self._width
+        return -(-size // unit) * self._width
 
     def padded_size(self, size: int) -> int:
         """Returns the least size of whole groups and whole tiles that holds `size`."""
@@ -117,36 +137,21 @@ class Blocks:
         return x.swapaxes(-2, -3).reshape(*batch, count * TILE)
 
     def spread(self, parameters: Array, positions: int) -> Array:
-        """Broadcasts the parameters of groups to their elements.
-
-        Args:
-            parameters: `[*batch, blocks]`.
-            positions: Number of rows of 32 elements, or of folded rows.
-
-        Returns:
-            `[*batch, positions, lanes]`.
-        """
+        """Broadcasts parameters of groups to elements `[*batch, positions, lanes]`."""
         *batch, count = parameters.shape
         rows = count // self._width
         length = self.block_size if self.columns else self.block_size // LANES
         lanes = self.lane_groups * LANES
-        spread = jnp.broadcast_to(
-            parameters.reshape(*batch, rows, 1, self._width),
-            (*batch, rows, length, lanes),
-        )
+        parameters = parameters.reshape(*batch, rows, 1, self._width)
+        spread = jnp.broadcast_to(parameters, (*batch, rows, length, lanes))
         spread = spread.reshape(*batch, rows * length, lanes)
         return lax.slice_in_dim(spread, 0, positions, axis=-2)
 
     def of_tiles(self, parameters: Array, tiles: int) -> tuple[Array, Array]:
-        """Returns the parameters of two groups of each tile.
+        """Returns the uint32 parameters of two groups of each tile, `[*batch, tiles]`.
 
-        Args:
-            parameters: uint32 `[*batch, blocks]`; the stored groups suffice.
-            tiles: Number of tiles of a row.
-
-        Returns:
-            The parameters of the group of lane 0 in row 0, and of the group of lane 28
-            in row 14, each `[*batch, tiles]`; 0 where there is no such group.
+        They are the group of lane 0 in row 0, and the group of lane 28 in row 14; 0
+        where `parameters`, the stored groups, have no such group.
         """
         # Only slices and broadcasts: XLA fuses these into the kernel that reads them.
         *batch, count = parameters.shape
@@ -185,11 +190,6 @@ class Blocks:
         return 1 if self.columns == 0 else folded_width(self.columns)
 
 
-def to_tiles(x: Array) -> Array:
-    """Reshapes `[*batch, tiles * 512]` to `[*batch, tiles, 16, 32]`."""
-    return x.reshape(*x.shape[:-1], x.shape[-1] // TILE, ROWS, LANES)
-
-
 def pack_planes(codes: Array, bits: int) -> Array:
     """Packs uint32 codes `[*batch, tiles, 16, 32]` into uint16 `[*batch, words]`.
 
@@ -214,15 +214,7 @@ def unpack_planes(words: Array, bits: int, tiles: int, groups: int = 1) -> Array
 
     It puts words side by side before it turns them into codes. XLA can then fuse all of
     this into the kernel that reads the codes; moving codes would be a transposition.
-
-    Args:
-        words: uint16 `[*batch, words]`.
-        bits: Bits of a code.
-        tiles: Tiles of a row.
-        groups: Number of tiles that lie side by side, a divisor of `tiles`.
-
-    Returns:
-        uint32 codes `[*batch, tiles / groups * 16, groups * 32]`.
+    The codes are uint32 `[*batch, tiles / groups * 16, groups * 32]`.
     """
     batch = words.shape[:-1]
     shape = (*batch, tiles // groups * ROWS, groups * LANES)
@@ -268,28 +260,19 @@ _POWERS = np.array([pow(_FACTOR, row, 1 << 16) for row in range(ROWS)], np.uint3
 
 
 def checksums(tiles: Array) -> Array:
-    """Sums the bit patterns of every other row of each tile, wrapping around.
+    """Sums the float32 patterns of every other row of each tile, wrapping around.
 
-    Args:
-        tiles: uint32 `[..., 16 rows, 32 lanes]`: float32 bit patterns, 0 for elements
-            that are not finite.
-
-    Returns:
-        uint32 `[...]`.
+    Patterns of elements that are not finite must be 0.
     """
     return jnp.sum(tiles[..., ::2, :], axis=(-2, -1), dtype=jnp.uint32)
 
 
 def noise_words(seed: Array, checksum: Array) -> Array:
-    """Computes the 16-bit noise word of every element.
+    """Computes the 16-bit noise word of every element: `[*batch, tiles, 16, 32]`.
 
     Args:
         seed: uint32 scalar, or `[*batch]`.
-        checksum: uint32 `[*batch, tiles]`, see `checksums` and
-            `checksums_of_codes`.
-
-    Returns:
-        uint32 `[*batch, tiles, 16 rows, 32 lanes]`, values below 2^16.
+        checksum: uint32 `[*batch, tiles]`: `checksums` or `checksums_of_codes`.
     """
     tile = lax.broadcasted_iota(jnp.uint32, checksum.shape, checksum.ndim - 1)
     stream = _mix(seed + jnp.uint32(_GOLDEN_RATIO))
@@ -310,15 +293,9 @@ def noise_words(seed: Array, checksum: Array) -> Array:
 
 
 def checksums_of_codes(first: Array, last: Array) -> Array:
-    """Combines the stored parameters of two groups of each tile, for dithered codes.
+    """Combines the parameters that `Format.of_tiles` returns, for dithered codes.
 
-    Args:
-        first: uint32 `[*batch, tiles]`: the stored scale (upper half) and minimum
-            (lower half) of the group of lane 0 in row 0.
-        last: The same for the group of lane 28 in row 14; 0 if none is stored.
-
-    Returns:
-        uint32 `[*batch, tiles]`.
+    The upper half of a parameter is the stored scale, the lower half the minimum.
     """
     return first + last * jnp.uint32(_GOLDEN_RATIO)
 

@@ -37,21 +37,20 @@ class LibraryStatus:
         error: Why the library cannot be used, or None if it can.
     """
 
-    path: str | None
-    built_ffi_api: tuple[int, int] | None
-    jaxlib_ffi_api: tuple[int, int] | None
-    instruction_sets: tuple[str, ...]
-    instruction_set: str | None
-    error: str | None
+    path: str | None = None
+    built_ffi_api: tuple[int, int] | None = None
+    jaxlib_ffi_api: tuple[int, int] | None = None
+    instruction_sets: tuple[str, ...] = ()
+    instruction_set: str | None = None
+    error: str | None = None
 
 
 @functools.cache
 def register() -> None:
     """Registers the custom calls with XLA's CPU client, once per process.
 
-    Raises:
-        LibraryError: The library is missing, does not load, or was built against newer
-            FFI headers than jaxlib's. Such handlers would stop the whole CPU backend.
+    Handlers built against newer FFI headers than jaxlib's would stop the CPU backend,
+    so it raises `LibraryError` before.
     """
     library = load()
     check_api_version(_built_api(library), jaxlib_ffi_api())
@@ -60,11 +59,7 @@ def register() -> None:
 
 
 def load() -> ModuleType:
-    """Imports the extension module.
-
-    Raises:
-        LibraryError: The module is missing or does not load.
-    """
+    """Imports the extension module; raises `LibraryError` if it cannot."""
     if importlib.util.find_spec(_MODULE) is None:
         raise LibraryError(
             f"The compiled library `{_MODULE}` is missing, but dafjax needs it to run "
@@ -85,17 +80,13 @@ def check_api_version(
     if built > runtime:
         raise LibraryError(
             f"The compiled library `{name}` was built against XLA's FFI API "
-            f"{_dotted(built)}, but the installed jaxlib has {_dotted(runtime)} and "
+            f"{dotted(built)}, but the installed jaxlib has {dotted(runtime)} and "
             f"runs handlers of its own version and older. {REBUILD}"
         )
 
 
 def jaxlib_ffi_api() -> tuple[int, int]:
-    """Reads the (major, minor) FFI API version of the installed jaxlib's headers.
-
-    Raises:
-        LibraryError: The header is missing or does not state a version.
-    """
+    """Reads the (major, minor) FFI API version of the installed jaxlib's headers."""
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
         text = header.read_text(encoding="utf-8")
@@ -115,14 +106,7 @@ def jaxlib_ffi_api() -> tuple[int, int]:
 
 def library_status() -> LibraryStatus:
     """Describes the compiled library. Never raises and registers nothing."""
-    status = LibraryStatus(
-        path=None,
-        built_ffi_api=None,
-        jaxlib_ffi_api=None,
-        instruction_sets=(),
-        instruction_set=None,
-        error=None,
-    )
+    status = LibraryStatus()
     # Each step adds its findings, so an error keeps the earlier findings.
     try:
         spec = importlib.util.find_spec(_MODULE)
@@ -146,5 +130,6 @@ def _built_api(library: ModuleType) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def dotted(version: tuple[int, int]) -> str:
+    """Writes a version as text."""
     return f"{version[0]}.{version[1]}"

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeAlias, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src import dispatch, sharding_impls
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
@@ -83,34 +84,51 @@ def independent(arrays: Iterable[Any]) -> tuple[Dimensions, ...]:
     )
 
 
-def batch_of(rows: Any) -> Dimensions:
-    """Returns the names of the batch dimensions of rows `[*batch, n]`."""
-    return tuple(f"b{axis}" for axis in range(rows.ndim - 1))
+def divide_rows(
+    rows: Any,
+    read: Sequence[str | None],
+    made: Sequence[str],
+    after: Iterable[Any] = (),
+) -> DivisionRule:
+    """Divides the batch dimensions of rows `[*batch, n]`, and no other dimension.
 
-
-def rows_like(rows: Any, length: int, dtype: Any) -> Any:
-    """Returns the type of an array with the batch dimensions of `rows`.
-
-    On meshes with explicit axes the batch dimensions are divided like those of `rows`,
-    and the last dimension is not divided.
+    Args:
+        rows: The type of the rows.
+        read: For each operand the name of its dimension after the batch dimensions; ""
+            if it has only these, None if it has no dimensions.
+        made: The same for each result.
+        after: The types of more operands, which are not read.
     """
-    *batch, _ = rows.shape
-    sharding = rows.sharding
-    if not sharding.mesh.empty:
-        spec = PartitionSpec(*sharding.spec[:-1], None)
-        sharding = NamedSharding(sharding.mesh, spec)
-    return rows.update(
-        shape=(*batch, length), dtype=dtype, weak_type=False, sharding=sharding
+    batch = tuple(f"b{axis}" for axis in range(rows.ndim - 1))
+
+    def named(last: str | None) -> Dimensions:
+        return () if last is None else (*batch, last) if last else batch
+
+    return DivisionRule(
+        (*map(named, read), *independent(after)),
+        tuple(map(named, made)),
+        whole=tuple(last for last in (*read, *made) if last),
     )
 
 
-def reshaped(aval: Any, shape: tuple[int, ...]) -> Any:
-    """Returns the type of an array of another shape, which no mesh axis divides."""
-    sharding = aval.sharding
-    if not sharding.mesh.empty:
-        spec = PartitionSpec(*[None] * len(shape))
-        sharding = NamedSharding(sharding.mesh, spec)
-    return aval.update(shape=shape, sharding=sharding)
+def retyped(
+    aval: Any, shape: tuple[int, ...], num_divided: int = 0, **changes: Any
+) -> Any:
+    """Returns the type of an array of another shape.
+
+    Explicit mesh axes divide its first `num_divided` dimensions like those of `aval`,
+    and no other dimension.
+    """
+    divided = aval.sharding.spec[:num_divided]
+    spec = PartitionSpec(*divided, *[None] * (len(shape) - num_divided))
+    sharding = aval.sharding.update(spec=spec)
+    return aval.update(shape=shape, sharding=sharding, **changes)
+
+
+def rows_like(rows: Any, length: int, dtype: Any) -> Any:
+    """Returns the type of an array with the batch dimensions of `rows`."""
+    shape = (*rows.shape[:-1], length)
+    return retyped(rows, shape, rows.ndim - 1, dtype=dtype, weak_type=False)
 
 
 def is_divided(context: mlir.LoweringRuleContext) -> bool:
@@ -123,12 +141,9 @@ def is_divided(context: mlir.LoweringRuleContext) -> bool:
 
 
 def check_not_exported(context: mlir.LoweringRuleContext) -> None:
-    """Raises if a lowering for several devices is for a program that is exported.
+    """Raises if a program for several devices is exported.
 
-    Raises:
-        NotImplementedError: The program is exported. XLA calls the division rule, a
-            Python function of this process, so other processes could not run the
-            program.
+    XLA calls the division rule, a Python function of this process.
     """
     if context.module_context.lowering_parameters.for_export:
         raise NotImplementedError(
@@ -140,20 +155,12 @@ def check_not_exported(context: mlir.LoweringRuleContext) -> None:
         )
 
 
-def allow_division(primitive: Primitive) -> None:
-    """Makes JAX pass the devices of the program to the lowering of a primitive."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
-
-
 def divide(
     function: Callable[..., tuple[Any, ...]], rule: DivisionRule
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns a function that each device runs on its shards of the operands.
 
-    Args:
-        function: The function of one shard.
-        rule: Which dimensions may be divided. XLA reshards operands that are divided
-            otherwise.
+    XLA reshards operands that are divided otherwise than `rule` allows.
     """
 
     # These functions run inside XLA, where an exception would stop the process.
@@ -227,43 +234,20 @@ def make_primitive(
     *,
     abstract_eval: Callable[..., Any],
     reference: Callable[..., Any],
-    multiple_results: bool,
-    attributes: Callable[..., dict[str, Any]] = lambda **_: {},
-    division: Callable[..., DivisionRule] | None = None,
-    target: str | None = None,
-    aliased: bool = False,
-    is_call_on_cpu: bool = True,
-    is_call_on_cuda: bool = True,
-    where_divided: Callable[..., dict[str, Static]] = lambda **params: params,
-    resolve: Callable[..., dict[str, Static]] = lambda *_, **params: params,
+    multiple_results: bool = False,
+    call: "CustomCall | None" = None,
 ) -> Primitive:
-    """Makes a primitive that lowers to a custom call on CPUs and on CUDA.
-
-    On other platforms, and on CUDA without the CUDA library, it lowers to `jax.numpy`.
+    """Makes a primitive that lowers to `call` on its platforms, else to `reference`.
 
     Args:
         name: Name of the primitive.
-        abstract_eval: Checks the operands and describes the results.
+        abstract_eval: Checks the operands and returns the types of the results.
         reference: The primitive in `jax.numpy`.
         multiple_results: Whether the results are a sequence.
-        attributes: Maps the primitive's parameters to the custom call's attributes. By
-            default there are none.
-        division: Maps the operands' types and the primitive's parameters to the rule
-            which dimensions devices may divide. Not used if `aliased`: devices may then
-            divide all dimensions.
-        target: Name of the custom call's target; by default `name`.
-        aliased: Whether the `n` results reuse the buffers of the last `n` operands.
-        is_call_on_cpu: Whether it is a custom call on CPUs.
-        is_call_on_cuda: Whether it is a custom call on CUDA.
-        where_divided: Maps the primitive's parameters to its parameters on CUDA in
-            programs whose arrays devices share.
-        resolve: Maps the target platform, the operands' types and the primitive's
-            parameters to the parameters of the custom call.
+        call: The custom call, if any.
     """
-    target = name if target is None else target
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
-    primitive.def_abstract_eval(abstract_eval)
 
     @functools.cache
     def compiled(**params: Static) -> Callable[..., Any]:
@@ -274,98 +258,191 @@ def make_primitive(
         with jax.disable_jit(False):
             return compiled(**params)(*operands)
 
-    def bind(*operands: Array, **params: Static) -> tuple[Any, ...]:
-        results = primitive.bind(*operands, **params)
-        return tuple(results) if multiple_results else (results,)
+    # `is_divided` needs the devices of the program.
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    primitive.def_abstract_eval(abstract_eval)
+    primitive.def_impl(run_eagerly)
+    lower_as(primitive, reference)
+    if call is not None:
+        for platform in call.platforms:
+            lower = functools.partial(call.lower, primitive, reference, platform)
+            mlir.register_lowering(primitive, lower, platform=platform)
+    return primitive
 
-    lower_reference = mlir.lower_fun(reference, multiple_results=multiple_results)
 
-    def lower_on_cpu(
+def lower_as(
+    primitive: Primitive,
+    function: Callable[..., Any],
+    *,
+    where_divided: Callable[..., Any] | None = None,
+    platform: str | None = None,
+) -> None:
+    """Lowers a primitive to a function in `jax.numpy`.
+
+    `where_divided` is the function for programs whose arrays devices share. Without
+    `platform` it is for all platforms that have no lowering of their own.
+    """
+
+    def lower(
         context: mlir.LoweringRuleContext, *operands: Any, **params: Static
     ) -> Sequence[Any]:
-        _library.register()
-        return lower_to_custom_call("cpu", context, *operands, **params)
+        chosen = where_divided if where_divided and is_divided(context) else function
+        return _lower_fun(primitive, chosen)(context, *operands, **params)
 
-    def lower_on_cuda(
-        context: mlir.LoweringRuleContext, *operands: Any, **params: Static
-    ) -> Sequence[Any]:
-        if is_divided(context):
-            params = where_divided(**params)
-        if not is_call_on_cuda or not _cuda.register():
-            return lower_reference(context, *operands, **params)
-        return lower_to_custom_call("cuda", context, *operands, **params)
+    mlir.register_lowering(primitive, lower, platform=platform)
 
-    def lower_to_custom_call(
+
+def _lower_fun(primitive: Primitive, function: Callable[..., Any]) -> Callable:
+    return mlir.lower_fun(function, multiple_results=primitive.multiple_results)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class CustomCall:
+    """The custom call that a primitive lowers to.
+
+    Attributes:
+        target: Name of its target.
+        division: Maps the operands' types and the primitive's parameters to the rule
+            which dimensions devices may divide.
+        attributes: Maps the primitive's parameters to the attributes. By default there
+            are none.
+        resolve: Maps the platform, the operands' types and the primitive's parameters
+            to the parameters that `attributes` gets.
+        aliased: Whether the `n` results reuse the buffers of the last `n` operands.
+        platforms: The platforms that have it; "cuda" if dafjax was built with CUDA.
+    """
+
+    target: str
+    division: Callable[..., DivisionRule]
+    attributes: Callable[..., dict[str, Any]] = lambda **_: {}
+    resolve: Callable[..., dict[str, Static]] = lambda *_, **params: params
+    aliased: bool = False
+    platforms: tuple[str, ...] = ("cpu", "cuda")
+
+    def lower(
+        self,
+        primitive: Primitive,
+        reference: Callable[..., Any],
         platform: str,
         context: mlir.LoweringRuleContext,
         *operands: Any,
         **params: Static,
     ) -> Sequence[Any]:
-        num_first = len(operands) - len(context.avals_out)
+        """Lowers a primitive to this call, or to `reference` without a CUDA library."""
+        if platform == "cpu":
+            _library.register()
+        elif not _cuda.register():
+            return _lower_fun(primitive, reference)(context, *operands, **params)
         if is_divided(context):
             check_not_exported(context)
-            if aliased:
-                dimensions = independent(context.avals_in)
-                rule = DivisionRule(dimensions, dimensions[num_first:])
-            else:
-                assert division is not None
-                rule = division(*context.avals_in, **params)
-            divided = divide(functools.partial(bind, **params), rule)
+            bind = functools.partial(_bind, primitive, **params)
+            divided = divide(bind, self.division(*context.avals_in, **params))
             return mlir.lower_fun(divided)(context, *operands)
+        num_first = len(operands) - len(context.avals_out)
         aliases = {num_first + i: i for i in range(len(context.avals_out))}
         # Layouts of operands and results default to row-major.
         lower = jax.ffi.ffi_lowering(
-            target, operand_output_aliases=aliases if aliased else None
+            self.target, operand_output_aliases=aliases if self.aliased else None
         )
-        resolved = resolve(platform, *context.avals_in, **params)
-        return lower(context, *operands, **attributes(**resolved))
-
-    allow_division(primitive)
-    primitive.def_impl(run_eagerly)
-    mlir.register_lowering(primitive, lower_reference)
-    if is_call_on_cpu:
-        mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
-    if target in _cuda.HANDLERS:
-        mlir.register_lowering(primitive, lower_on_cuda, platform="cuda")
-    return primitive
+        resolved = self.resolve(platform, *context.avals_in, **params)
+        return lower(context, *operands, **self.attributes(**resolved))
 
 
-def refuse_derivatives(primitive: Primitive, num_data: int) -> None:
+def _bind(
+    primitive: Primitive, *operands: Array, **params: Static
+) -> tuple[Array, ...]:
+    results = primitive.bind(*operands, **params)
+    return tuple(results) if primitive.multiple_results else (results,)
+
+
+def refuse_derivatives(
+    primitive: Primitive, num_data: int, message: str | None = None
+) -> None:
     """Makes differentiation through the first `num_data` operands a clear error.
 
-    The primitive does not read the other operands. They are only dependencies and
-    contribute no tangent.
+    The others are only dependencies, which contribute no tangent.
     """
 
     def jvp(
         primals: Sequence[Array], tangents: Sequence[Any], **params: Static
     ) -> tuple[Any, Any]:
         if any(not isinstance(t, ad.Zero) for t in tangents[:num_data]):
-            raise_no_derivative()
+            refuse()
         out = primitive.bind(*primals, **params)
-        no_tangents = jax.tree.map(lambda x: ad.Zero(_tangent_type(x)), out)
-        return out, no_tangents
+        zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())  # noqa: E731
+        return out, jax.tree.map(zero, out)
 
-    def transpose(*_: Any, **__: Any) -> NoReturn:
-        raise_no_derivative()
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(message or _NO_DERIVATIVE)
 
     ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
+    ad.primitive_transposes[primitive] = refuse
 
 
-def _tangent_type(x: Array) -> Any:
-    return jax.typeof(x).to_tangent_aval()
+_NO_DERIVATIVE = (
+    "Residuals that dafjax packs do not support forward-mode or second-order "
+    "differentiation (`jax.jvp`, `jax.jacfwd`, `jax.hessian`, `jax.grad` of "
+    "`jax.grad`): the rounding has no derivative, and ignoring it would give a wrong "
+    "result. Pass `bits=None` to `dafjax.remat_compress` to keep the residuals exact "
+    "where such derivatives are taken."
+)
 
 
-def raise_no_derivative() -> NoReturn:
-    """Raises the error for a derivative of an encoder or a decoder."""
-    raise NotImplementedError(
-        "Residuals that dafjax packs do not support forward-mode or second-order "
-        "differentiation (`jax.jvp`, `jax.jacfwd`, `jax.hessian`, `jax.grad` of "
-        "`jax.grad`): the rounding has no derivative, and ignoring it would give a "
-        "wrong result. Pass `bits=None` to `dafjax.remat_compress` to keep the "
-        "residuals exact where such derivatives are taken."
-    )
+def batch_rows(primitive: Primitive, num_data: Callable[..., int]) -> None:
+    """Batches a primitive of rows `[*batch, n]`, whose results are rows too.
+
+    Args:
+        primitive: The primitive.
+        num_data: Maps its parameters to the number of leading operands that it reads.
+            The others are only dependencies.
+    """
+
+    def batch(
+        operands: Sequence[Array], axes: Sequence[int | None], **params: Static
+    ) -> tuple[Any, Any]:
+        operands, axis = aligned(operands, axes, num_data(**params))
+        results = primitive.bind(*operands, **params)
+        return results, [axis] * len(results) if primitive.multiple_results else axis
+
+    batching.primitive_batchers[primitive] = batch
+
+
+def batch_seeded(primitive: Primitive) -> None:
+    """Batches a primitive of rows and one seed, whose results are rows too."""
+
+    def batch(
+        operands: Sequence[Array], axes: Sequence[int | None], **params: Static
+    ) -> tuple[Any, Any]:
+        x, seed = operands
+        x = to_front(x, axes[0], batch_size(operands, axes))
+        if axes[1] is None:
+            results = primitive.bind(x, seed, **params)
+        else:
+            # The custom call takes one seed: rows with different seeds go one by one.
+            results = lax.map(
+                lambda row: primitive.bind(*row, **params),
+                (x, jnp.moveaxis(seed, axes[1], 0)),
+            )
+        return results, [0] * len(results) if primitive.multiple_results else 0
+
+    batching.primitive_batchers[primitive] = batch
+
+
+def aligned(
+    operands: Sequence[Array], axes: Sequence[int | None], num_data: int
+) -> tuple[Sequence[Array], int | None]:
+    """Moves the batch axes of the first `num_data` operands to the front.
+
+    Returns:
+        All operands, and their batch axis: None if none of the first operands has one.
+    """
+    data, of_data = operands[:num_data], axes[:num_data]
+    if all(axis is None for axis in of_data):
+        return operands, None
+    size = batch_size(data, of_data)
+    data = [to_front(x, a, size) for x, a in zip(data, of_data, strict=True)]
+    return (*data, *operands[num_data:]), 0
 
 
 def to_front(x: Array, axis: int | None, size: int) -> Array:
@@ -377,20 +454,16 @@ def to_front(x: Array, axis: int | None, size: int) -> Array:
 
 def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
     """Returns the size of the mapped axis."""
-    return next(
-        x.shape[axis]
-        for x, axis in zip(operands, axes, strict=True)
-        if axis is not None
-    )
+    sizes = zip(operands, axes, strict=True)
+    return next(x.shape[axis] for x, axis in sizes if axis is not None)
 
 
 def can_pass_through(x: Array) -> bool:
     """Tells whether a custom call takes a value: no PRNG key, token, int2 or int4."""
     dtype = getattr(jax.typeof(x), "dtype", None)
-    if dtype is None:
+    if dtype is None or dtype == jax.dtypes.float0:
         return False
-    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
-    kinds = (np.bool_, np.number)
-    has_kind = any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    has_kind = any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, np.number))
     return has_kind and "int2" not in dtype.name and "int4" not in dtype.name

@@ -22,12 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 import platformdirs
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
 
 from dafjax._native import _cuda, _library
 from dafjax._native._codes import DTYPES, check_dtype
 from dafjax._native._cuda import describe
-from dafjax._native._primitive import DivisionRule, batch_of, make_primitive, rows_like
+from dafjax._native._primitive import (
+    CustomCall,
+    DivisionRule,
+    batch_rows,
+    divide_rows,
+    make_primitive,
+    refuse_derivatives,
+    retyped,
+    rows_like,
+)
 from dafjax._numbers import Array, Device, Static
 
 
@@ -35,8 +43,7 @@ from dafjax._numbers import Array, Device, Static
 STRATEGIES = ("parallel", "atomic", "hybrid")
 _LEAST_PART_ELEMENTS = 8192
 _MOST_PARTS = 1024
-_STATE_WORDS = 4
-_PART_WORDS = 2
+_STATE_WORDS, _PART_WORDS = 4, 2
 
 
 def num_parts(row_elements: int) -> int:
@@ -76,13 +83,10 @@ class ReductionCase:
 def time_reductions(
     device: Device, cases: Sequence[ReductionCase], num_rounds: int
 ) -> np.ndarray:
-    """Times reductions on a device. Each round runs all cases in turn.
+    """Times reductions on a device; each round runs all cases in turn.
 
-    It waits for the device. It may be called while another program is traced or
-    lowered.
-
-    Returns:
-        Seconds of one launch, float32 `[num_rounds, len(cases)]`.
+    It may be called while another program is traced or lowered. Returns seconds of one
+    launch, float32 `[num_rounds, len(cases)]`.
     """
     # Another thread does not inherit this thread's contexts: meshes, transfer guards.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
@@ -108,20 +112,20 @@ def _time(
             jax.ShapeDtypeStruct((num_rows,), jnp.float32),
         ),
     )
-    timed = np.array([_numbers(case) for case in cases], np.int64).reshape(-1)
+    timed = [
+        (
+            REDUCTIONS.index(case.reduction),
+            STRATEGIES.index(case.strategy),
+            case.num_rows,
+            case.row_elements,
+            case.num_launches,
+        )
+        for case in cases
+    ]
+    timed = np.array(timed, np.int64).reshape(-1)
     # Any normal values will do: neither zero nor subnormal.
     x = jax.device_put(np.linspace(1, 2, num_values, dtype=np.float32), device)
     return np.asarray(jax.jit(lambda x: call(x, timed=timed)[0])(x))
-
-
-def _numbers(case: ReductionCase) -> tuple[int, int, int, int, int]:
-    return (
-        REDUCTIONS.index(case.reduction),
-        STRATEGIES.index(case.strategy),
-        case.num_rows,
-        case.row_elements,
-        case.num_launches,
-    )
 
 
 # Maps cases and a number of rounds to seconds, `[num_rounds, number of cases]`.
@@ -223,9 +227,8 @@ class Tuning:
 def profile_for(platform_name: str) -> Profile | None:
     """Returns the profile of the first device of a platform.
 
-    Returns:
-        The profile, or None if this process has no such device: a program may be
-        compiled for another machine.
+    None if this process has no such device: a program may be compiled for another
+    machine.
     """
     try:
         device = jax.local_devices(backend=platform_name)[0]
@@ -240,12 +243,7 @@ def _profile_of(device: Device) -> Profile:
 
 
 def tune_device(device: Device, *, redo: bool = False) -> Tuning:
-    """Loads a device's profile, or measures and stores it.
-
-    Args:
-        device: A device of this process.
-        redo: Whether to measure even if a stored profile exists.
-    """
+    """Loads a device's profile, or measures and stores it; always measures to redo."""
     described = describe(device)
     path = _path_of(described)
     profile = None if redo else load(path, described)
@@ -271,23 +269,12 @@ def _path_of(described: dict[str, str]) -> pathlib.Path:
 
 
 def save(path: pathlib.Path, described: dict[str, str], profile: Profile) -> None:
-    """Writes a profile atomically, because other processes may read and write it, too.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    record = {
-        "device": described,
-        "times": [
-            {
-                "reduction": key[0],
-                "rows": key[1],
-                "elements": key[2],
-                "seconds": seconds,
-            }
-            for key, seconds in profile.times.items()
-        ],
-    }
+    """Writes a profile atomically, because other processes may use it, too."""
+    times = [
+        {"reduction": reduction, "rows": rows, "elements": elements, "seconds": seconds}
+        for (reduction, rows, elements), seconds in profile.times.items()
+    ]
+    record = {"device": described, "times": times}
     path.parent.mkdir(parents=True, exist_ok=True)
     file, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     with open(file, "w", encoding="utf-8") as stream:
@@ -301,13 +288,14 @@ def load(path: pathlib.Path, described: dict[str, str]) -> Profile | None:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["device"] != described:
             return None
-        return Profile({_key(row): dict(row["seconds"]) for row in record["times"]})
+        return Profile(
+            {
+                (row["reduction"], row["rows"], row["elements"]): dict(row["seconds"])
+                for row in record["times"]
+            }
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _key(row: Any) -> tuple[str, int, int]:
-    return row["reduction"], row["rows"], row["elements"]
 
 
 def minmax(x: Array, *, strategy: str) -> tuple[Array, Array]:
@@ -334,20 +322,12 @@ def _abstract_eval(name: str, num_results: int) -> Callable[..., tuple[Any, ...]
         if x.ndim < 1:
             raise ValueError(f"{name}: `x` must have rows, but it is a scalar.")
         scratch = rows_like(x, scratch_words(x.shape[-1]), jnp.dtype(jnp.uint32))
-        result = scratch.update(
-            shape=x.shape[:-1],
-            dtype=jnp.dtype(jnp.float32),
-            sharding=_without_last(scratch.sharding),
-        )
+        float32 = jnp.dtype(jnp.float32)
+        batch = x.ndim - 1
+        result = retyped(x, x.shape[:-1], batch, dtype=float32, weak_type=False)
         return (*(num_results * [result]), scratch)
 
     return abstract_eval
-
-
-def _without_last(sharding: Any) -> Any:
-    if sharding.mesh.empty:
-        return sharding
-    return sharding.update(spec=type(sharding.spec)(*sharding.spec[:-1]))
 
 
 def minmax_reference(x: Array, *, strategy: str) -> tuple[Array, ...]:
@@ -400,52 +380,27 @@ def _resolve(reduction: str) -> Callable[..., dict[str, Static]]:
     return resolve
 
 
-def _division(num_results: int) -> Callable[..., DivisionRule]:
-    def division(x: Any, **_: Any) -> DivisionRule:
-        batch = batch_of(x)
-        return DivisionRule(
-            operands=((*batch, "n"),),
-            results=(*(num_results * [batch]), (*batch, "w")),
-            whole=("n", "w"),
-        )
-
-    return division
-
-
 def _make(
     name: str, num_results: int, reference: Callable[..., tuple[Array, ...]]
 ) -> Primitive:
+    def divide(x: Any, **_: Any) -> DivisionRule:
+        return divide_rows(x, ("n",), (*[""] * num_results, "w"))
+
     primitive = make_primitive(
         f"dafjax_{name}",
         abstract_eval=_abstract_eval(name, num_results),
         reference=reference,
         multiple_results=True,
-        attributes=_attributes,
-        division=_division(num_results),
-        resolve=_resolve(name),
+        call=CustomCall(f"dafjax_{name}", divide, _attributes, _resolve(name)),
     )
-
-    def batch(
-        operands: Sequence[Array], axes: Sequence[int], **params: Static
-    ) -> tuple[Sequence[Array], Sequence[int]]:
-        results = primitive.bind(jnp.moveaxis(operands[0], axes[0], 0), **params)
-        return results, [0] * len(results)
-
-    def jvp(
-        primals: Sequence[Array], tangents: Sequence[Any], **params: Static
-    ) -> tuple[Any, Any]:
-        if not isinstance(tangents[0], ad.Zero):
-            raise NotImplementedError(
-                f"`dafjax.reductions.{name}` has no derivative: it measures values. "
-                "Pass `jax.lax.stop_gradient(x)`, or use `jax.numpy` for a value that "
-                "is differentiated."
-            )
-        results = primitive.bind(*primals, **params)
-        zeros = [ad.Zero(r.aval.to_tangent_aval()) for r in results]
-        return results, zeros
-
-    batching.primitive_batchers[primitive] = batch
-    ad.primitive_jvps[primitive] = jvp
+    batch_rows(primitive, lambda **_: 1)
+    refuse_derivatives(
+        primitive,
+        1,
+        f"`dafjax.reductions.{name}` has no derivative: it measures values. Pass "
+        "`jax.lax.stop_gradient(x)`, or use `jax.numpy` for a value that is "
+        "differentiated.",
+    )
     return primitive
 
 

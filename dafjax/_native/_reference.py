@@ -12,15 +12,15 @@ import numpy as np
 from jax import lax
 
 from dafjax._native._format import (
+    LANES,
+    ROWS,
     TILE,
-    Blocks,
+    Format,
     checksums,
     checksums_of_codes,
     noise_words,
-    num_blocks,
     num_tiles,
     pack_planes,
-    to_tiles,
     unpack_planes,
 )
 from dafjax._numbers import Array
@@ -148,51 +148,27 @@ _LARGE_MINIMUM = np.float32(-(2.0**100))
 _TOP_CODE = 65535
 
 
-def pack_affine(
-    x: Array,
-    seed: Array,
-    *,
-    bits: int,
-    block_size: int,
-    stochastic: bool,
-    dithered: bool = False,
-    columns: int = 0,
-) -> tuple[Array, Array, Array]:
-    """Encodes rows: section 2. See `dafjax._native.pack_affine`."""
+def pack_affine(x: Array, seed: Array, *, format: Format) -> tuple[Array, ...]:
+    """Encodes rows: section 2. Returns codes, scale and minimum."""
     size = x.shape[-1]
-    blocks = Blocks(block_size, columns)
+    pattern = _pad(widened_bits(x), format.padded_size(size))
     code, scale, minimum = encode_padded(
-        _pad(widened_bits(x), blocks.padded_size(size)),
-        seed,
-        jnp.uint32(size),
-        dtype=x.dtype,
-        bits=bits,
-        blocks=blocks,
-        stochastic=stochastic,
-        dithered=dithered,
+        pattern, seed, jnp.uint32(size), dtype=x.dtype, format=format
     )
     # Without the barrier, fusion repeats the work on elements for each plane.
     code = lax.optimization_barrier(code.astype(jnp.uint8)).astype(jnp.uint32)
-    tiles = blocks.to_tiles(code)
-    tiles = lax.slice_in_dim(tiles, 0, num_tiles(size, columns), axis=-3)
-    stored = num_blocks(size, block_size, columns)
+    tiles = format.to_tiles(code)
+    tiles = lax.slice_in_dim(tiles, 0, num_tiles(size, format.columns), axis=-3)
+    stored = format.num_blocks(size)
     return (
-        pack_planes(tiles, bits),
+        pack_planes(tiles, format.bits),
         _cut(to_bfloat16_exact(scale), stored),
         _cut(to_bfloat16_exact(minimum), stored),
     )
 
 
 def encode_padded(
-    pattern: Array,
-    seed: Array,
-    size: Array,
-    *,
-    dtype: np.dtype,
-    bits: int,
-    blocks: Blocks,
-    stochastic: bool,
-    dithered: bool = False,
+    pattern: Array, seed: Array, size: Array, *, dtype: np.dtype, format: Format
 ) -> tuple[Array, Array, Array]:
     """Returns the code of every element, and scale and minimum of every group.
 
@@ -202,29 +178,22 @@ def encode_padded(
         seed: Seed of the noise.
         size: Number of elements of a row without padding; may be traced.
         dtype: The dtype of the elements before they were widened.
-        bits: Bits of a code.
-        blocks: How elements are grouped.
-        stochastic: Whether rounding is stochastic.
-        dithered: Whether the decoder subtracts the noise.
+        format: The code.
 
     Returns:
         uint32 codes `[*batch, padded]`; then scale and minimum, float32
         `[*batch, padded / block_size]` that hold bfloat16 values. The sign of the scale
         flags groups with values that are not finite.
     """
+    bits = format.bits
     place = lax.broadcasted_iota(jnp.uint32, pattern.shape, pattern.ndim - 1)
-    present = blocks.to_blocks(place < size)
-    tiles = blocks.to_tiles(pattern)
-    pattern = blocks.to_blocks(pattern)
+    present = format.to_blocks(place < size)
+    tiles = format.to_tiles(pattern)
+    pattern = format.to_blocks(pattern)
 
     finite = is_finite(pattern)
     value = from_bits(flush(pattern))
-    counted = finite & present
-    low = jnp.min(jnp.where(counted, value, jnp.float32(np.inf)), axis=-1)
-    high = jnp.max(jnp.where(counted, value, jnp.float32(-np.inf)), axis=-1)
-    has_finite = low <= high
-    low = jnp.where(has_finite, low, jnp.float32(0))
-    high = jnp.where(has_finite, high, jnp.float32(0))
+    low, high = _extremes(value, finite & present)
     flagged = jnp.any(~finite, axis=-1)
 
     minimum, scale = _affine_parameters(low, high, flagged, bits, dtype)
@@ -235,7 +204,7 @@ def encode_padded(
     # Truncation to `fixed` loses half a unit of the fraction on average. The dithered
     # decoder adds it: its `middle` is half a unit above the mean of the noise.
     # Otherwise `start` adds it.
-    start = minimum if dithered else minimum - scale * half_step
+    start = minimum if format.dithered else minimum - scale * half_step
 
     # Without the barrier, fusion repeats the work on groups for each element.
     start, inverse, fraction_bits, has_scale = lax.optimization_barrier(
@@ -250,21 +219,31 @@ def encode_padded(
     fraction_bits = fraction_bits.astype(jnp.uint32)[..., None]
     sign = flagged.astype(jnp.uint32) << jnp.uint32(31)
     scale = from_bits(to_bits(scale) | sign)
-    if stochastic:
-        if dithered:
-            of_tiles = blocks.of_tiles(_joined(scale, minimum), tiles.shape[-3])
+    if format.stochastic:
+        if format.dithered:
+            of_tiles = format.of_tiles(_joined(scale, minimum), tiles.shape[-3])
             checksum = checksums_of_codes(*of_tiles)
         else:
             finite_tiles = jnp.where(is_finite(tiles), tiles, jnp.uint32(0))
             checksum = checksums(finite_tiles)
-        words = blocks.from_tiles(noise_words(seed, checksum))
-        noise = blocks.to_blocks(words) >> (jnp.uint32(16) - fraction_bits)
+        words = format.from_tiles(noise_words(seed, checksum))
+        noise = format.to_blocks(words) >> (jnp.uint32(16) - fraction_bits)
     else:
         noise = jnp.uint32(1) << (fraction_bits - jnp.uint32(1))
     code = jnp.minimum(fixed + noise, jnp.uint32(_TOP_CODE)) >> fraction_bits
     code = jnp.where(finite, code, _not_finite_code(pattern, bits))
     code = jnp.where(present, code, jnp.uint32(0))
-    return blocks.from_blocks(code), scale, minimum
+    return format.from_blocks(code), scale, minimum
+
+
+def _extremes(value: Array, counted: Array) -> tuple[Array, Array]:
+    """Returns least and greatest counted value of each group; 0 if there is none."""
+    low = jnp.min(jnp.where(counted, value, jnp.float32(np.inf)), axis=-1)
+    high = jnp.max(jnp.where(counted, value, jnp.float32(-np.inf)), axis=-1)
+    has_finite = low <= high
+    low = jnp.where(has_finite, low, jnp.float32(0))
+    high = jnp.where(has_finite, high, jnp.float32(0))
+    return low, high
 
 
 def _joined(scale: Array, minimum: Array) -> Array:
@@ -321,28 +300,25 @@ def unpack_affine(
     *others: Array,
     size: int,
     dtype: np.dtype,
-    bits: int,
-    block_size: int,
-    columns: int = 0,
-    dithered: bool = False,
+    format: Format,
     kept_bits: int | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> Array:
-    """Decodes rows: section 2. See `dafjax._native.unpack_affine`.
+    """Decodes rows: section 2.
 
-    With `dithered`, `others[0]` are the seeds of the rows, and the noise is subtracted.
-    With `kept_bits`, `codes` only have the planes of their first `kept_bits` bits:
-    section 5. With `shape`, the result has this shape, and decoding takes fewer
-    operations per element. One of these may see subnormal numbers; XLA:GPU does not
-    flush them.
+    If the format is dithered, `others[0]` are the seeds of the rows, and the noise is
+    subtracted. With `kept_bits`, `codes` only have the planes of their first
+    `kept_bits` bits: section 5. With `shape`, the result has this shape, and decoding
+    takes fewer operations per element. One of these may see subnormal numbers; XLA:GPU
+    does not flush them.
     """
+    bits, dithered = format.bits, format.dithered
     kept = bits if kept_bits is None else kept_bits
     after = others[1:] if dithered else others
     codes, scale, minimum = _wait_for(after, codes, scale, minimum)
     batch = codes.shape[:-1]
-    blocks = Blocks(block_size, columns)
-    tiles = num_tiles(size, columns)
-    code = unpack_planes(codes, kept, tiles, blocks.lane_groups)
+    tiles = num_tiles(size, format.columns)
+    code = unpack_planes(codes, kept, tiles, format.lane_groups)
     lanes = code.shape[-1]
     positions = -(-size // lanes)
     code = lax.slice_in_dim(code, 0, positions, axis=-2)
@@ -355,13 +331,13 @@ def unpack_affine(
 
     words = None
     if dithered:
-        of_tiles = blocks.of_tiles(_joined(scale, minimum), tiles)
+        of_tiles = format.of_tiles(_joined(scale, minimum), tiles)
         words = noise_words(others[0], checksums_of_codes(*of_tiles))
-        words = blocks.from_tiles(words).reshape(*batch, -1, lanes)
+        words = format.from_tiles(words).reshape(*batch, -1, lanes)
         words = arrange(lax.slice_in_dim(words, 0, positions, axis=-2))
     code = arrange(code)
-    scale = arrange(blocks.spread(scale, positions))
-    minimum = arrange(blocks.spread(minimum, positions))
+    scale = arrange(format.spread(scale, positions))
+    minimum = arrange(format.spread(minimum, positions))
     scale = scale.astype(jnp.float32)
     minimum = minimum.astype(jnp.float32)
     if words is None:
@@ -380,11 +356,16 @@ def unpack_affine(
     value = (minimum * shrink + product * (shrink + shrink)) * grow
     if dithered:
         value = lax.clamp(-_largest(dtype), value, _largest(dtype))
-    value = round_to(value, dtype)
+    return _with_not_finite(round_to(value, dtype), code, scale, kept)
 
-    # Select by integers: XLA:GPU would write booleans to memory, to decode less often.
-    # The sign of a scale is the flag. In flagged groups, codes with the top bit set are
-    # special.
+
+def _with_not_finite(value: Array, code: Array, scale: Array, kept: int) -> Array:
+    """Replaces the values of special codes: those with the top bit in flagged groups.
+
+    The sign of a scale is the flag. It selects by integers: XLA:GPU would write
+    booleans to memory, to decode less often.
+    """
+    dtype = value.dtype
     top = code << jnp.uint32(32 - kept) if kept else jnp.uint32(1 << 31)
     special = lax.bitcast_convert_type(to_bits(scale) & top, jnp.int32)
     word = jnp.uint32 if dtype == jnp.float32 else jnp.uint16
@@ -429,61 +410,24 @@ def _not_finite_bits(code: Array, bits: int, dtype: np.dtype) -> Array:
 
 
 def pack_bitmask(mask: Array, *, shape: tuple[int, ...] | None = None) -> Array:
-    """Packs booleans into one plane. See `dafjax._native.pack_bitmask`.
-
-    With `shape`, the result has this shape.
-    """
-    tiles = num_tiles(mask.shape[-1])
-    words = pack_planes(to_tiles(_pad(mask, tiles * TILE).astype(jnp.uint32)), 1)
+    """Packs booleans into one plane, in the given shape."""
+    *batch, size = mask.shape
+    tiles = num_tiles(size)
+    fields = _pad(mask, tiles * TILE).astype(jnp.uint32)
+    words = pack_planes(fields.reshape(*batch, tiles, ROWS, LANES), 1)
     return words if shape is None else words.reshape(shape)
 
 
 def unpack_bitmask(
     words: Array, *after: Array, size: int, shape: tuple[int, ...] | None = None
 ) -> Array:
-    """Inverts `pack_bitmask`. See `dafjax._native.unpack_bitmask`.
-
-    With `shape`, the result has this shape.
-    """
+    """Inverts `pack_bitmask`."""
     (words,) = _wait_for(after, words)
     batch = words.shape[:-1]
     fields = unpack_planes(words, 1, num_tiles(size))
     fields = _cut(fields.reshape(*batch, num_tiles(size) * TILE), size)
     fields = fields.reshape((*batch, size) if shape is None else shape)
     return fields != jnp.uint32(0)
-
-
-def tie(
-    *arrays: Array,
-    num_awaited: int,
-    num_settled: int,
-    num_droppable: int,
-    only_on_cpus: bool,
-) -> tuple[Array, ...]:
-    """Returns its arguments; all but the last `num_settled` pass one barrier.
-
-    XLA drops an array from the barrier if nothing reads its result.
-    """
-    del num_awaited, num_droppable
-    if only_on_cpus:
-        return arrays
-    num_tied = len(arrays) - num_settled
-    return (*lax.optimization_barrier(arrays[:num_tied]), *arrays[num_tied:])
-
-
-def hold(*arrays: Array, num_awaited: int) -> tuple[Array, ...]:
-    """Returns its arguments after a barrier, without the first `num_awaited`."""
-    return tuple(lax.optimization_barrier(arrays))[num_awaited:]
-
-
-def pin(x: Array) -> Array:
-    """Returns its argument."""
-    return x
-
-
-def pin_late(x: Array, token: Array) -> tuple[Array, Array]:
-    """Returns its arguments; the first one waits for the second one, which is 0."""
-    return lax.select(token == 0, x, jnp.zeros_like(x)), token
 
 
 def _wait_for(after: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:

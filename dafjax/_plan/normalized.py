@@ -106,7 +106,8 @@ def with_copies(
 
 def mixes(extent: Extent, shape: tuple[int, ...], codec: Affine) -> bool:
     """Returns whether a quantization group of an array holds parts of two extents."""
-    rows, columns = codec.rows_and_columns(shape)
+    rows, format = codec.rows_and_format(shape)
+    columns = format.columns
     for _, stride in extent.kept_strides:
         if stride >= rows[-1]:
             continue

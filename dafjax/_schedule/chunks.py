@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dafjax._native import pin, sum_together, tie, tie_tree
+from dafjax._native import pin, sum_together, sums_of_groups, tie, tie_tree
 from dafjax._numbers import Array, ArrayTree
 from dafjax._schedule.instructions import Chunked, Instruction, Unpack
 from dafjax._schedule.steps import Loop
@@ -29,7 +29,6 @@ from dafjax._schedule.values import Codes, Frame, Values
 from dafjax._sensitivity.moments import RowMeans, sample_rows
 from dafjax._trace.equation import evaluate, look_up
 from dafjax._trace.residuals import Program
-from dafjax._trace.sums import sums_of_groups
 
 
 class Made(NamedTuple):
@@ -223,7 +222,7 @@ class _Sums(NamedTuple):
     """The sums over the rows of those unrolled chunks that ran.
 
     On GPUs a sum over rows takes two steps, and the second is as long as a launch
-    (`_native/_fused.py`). The gradient of a norm has two sums in every chunk. All
+    (`_native/_sums.py`). The gradient of a norm has two sums in every chunk. All
     sums of the same shape share one second step, and then the chunks are added.
 
     Attributes:

@@ -17,9 +17,8 @@ from jax._src.effects import remat_allowed_effects
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
-from dafjax._native import tie
+from dafjax._native import summing_rows, tie
 from dafjax._trace.rules import Error, OpRule, rule_of
-from dafjax._trace.sums import summing_rows
 
 
 @final

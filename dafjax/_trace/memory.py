@@ -39,71 +39,27 @@ _INLINED = {**CALLS, **RULED_CALLS, "shard_map": "jaxpr", "custom_vmap_call": "c
 
 # The first result is the first operand; so are the others, if there are any.
 _IDENTITIES = frozenset(
-    [
-        "dafjax_first_order",
-        "dafjax_pin",
-        "dafjax_pin_late",
-        "dafjax_row_major",
-        "name",
-        "optimization_barrier",
-        "random_unwrap",
-        "random_wrap",
-        "reduce_precision",
-        "sharding_constraint",
-        "stop_gradient",
-    ]
+    """
+    dafjax_first_order dafjax_pin dafjax_pin_late dafjax_row_major name
+    optimization_barrier random_unwrap random_wrap reduce_precision
+    sharding_constraint stop_gradient
+    """.split()
 )
 _RESHAPES = frozenset(["expand_dims", "reshape", "squeeze"])
 # Each element of the result is an element of an operand, or a constant.
 _MOVES = frozenset(
-    [
-        "bitcast_convert_type",
-        "broadcast_in_dim",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "gather",
-        "iota",
-        "pad",
-        "rev",
-        "slice",
-        "transpose",
-    ]
+    """
+    bitcast_convert_type broadcast_in_dim dynamic_slice dynamic_update_slice gather
+    iota pad rev slice transpose
+    """.split()
 )
 # XLA computes these only once, even if several kernels read them.
 _COMPUTED_ONCE = frozenset(
-    [
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "cbrt",
-        "cos",
-        "cosh",
-        "digamma",
-        "div",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "lgamma",
-        "log",
-        "log1p",
-        "logistic",
-        "pad",
-        "pow",
-        "rem",
-        "rsqrt",
-        "sin",
-        "sinh",
-        "sqrt",
-        "tan",
-        "tanh",
-    ]
+    """
+    acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv
+    erfc exp exp2 expm1 lgamma log log1p logistic pad pow rem rsqrt sin sinh sqrt
+    tan tanh
+    """.split()
 )
 _DRAWS = frozenset(["random_bits", "threefry2x32"])
 _LOOPS = frozenset(["scan", "while"])

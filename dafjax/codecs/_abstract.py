@@ -55,23 +55,23 @@ def rows_of_groups(shape: Sequence[int], block_size: int) -> tuple[int, ...]:
 
 
 def splits(
-    layout: Callable[[tuple[int, ...]], tuple[tuple[int, ...], int]],
+    layout: Callable[[tuple[int, ...]], tuple[tuple[int, ...], Any]],
     shape: tuple[int, ...],
     count: int,
 ) -> bool:
-    """Returns whether rows of an array, and rows of each of its chunks, are the same.
+    """Returns whether rows of an array are rows of its `count` equal chunks, too.
 
     Args:
-        layout: Given a shape, the shape as rows, and the columns of a row.
+        layout: Given a shape, the shape as rows, and the format of a row.
         shape: The shape of the array.
-        count: Number of equal chunks of its first dimension.
+        count: Number of chunks of its first dimension.
     """
     if not shape or shape[0] % count:
         return False
-    rows, columns = layout(shape)
-    rows_of_chunk, columns_of_chunk = layout((shape[0] // count, *shape[1:]))
-    are_many = len(rows) == len(rows_of_chunk) == 2
-    return are_many and (rows[1], columns) == (rows_of_chunk[1], columns_of_chunk)
+    rows, format = layout(shape)
+    of_chunk, format_of_chunk = layout((shape[0] // count, *shape[1:]))
+    are_many = len(rows) == len(of_chunk) == 2
+    return are_many and (rows[1], format) == (of_chunk[1], format_of_chunk)
 
 
 def to_rows(x: Array, rows: tuple[int, ...]) -> Array:
@@ -115,7 +115,8 @@ class AbstractCodec(abc.ABC):
     """A pair of functions: `encode` packs an array, `decode` unpacks it.
 
     A codec is a hashable value. `encode` returns the *packed* array, a pytree of arrays
-    whose shapes depend only on the shape and dtype of the array.
+    whose shapes depend only on the shape and dtype of the array, which arguments `like`
+    tell.
     """
 
     @property
@@ -141,29 +142,17 @@ class AbstractCodec(abc.ABC):
         """
 
     def sums_columns(self, like: Like) -> bool:
-        """Returns whether `encode_and_sum` reads the array only once on GPUs.
-
-        Args:
-            like: Shape and dtype of the array.
-        """
+        """Returns whether `encode_and_sum` reads the array only once on GPUs."""
         del like
         return False
 
     def encode_and_sum(
         self, x: Array, *, seed: int | Array = 0
     ) -> tuple[ArrayTree, Array, Array]:
-        """Packs an array, and sums it over all axes but the last.
-
-        Args:
-            x: The array, float32 with at least one dimension.
-            seed: As in `encode`.
+        """Packs float32 as `encode` does, and sums it over all axes but the last.
 
         Returns:
-            The packed array, as `encode` returns it; the sum; the sum of the squares.
-
-        Raises:
-            TypeError: As `encode` raises it.
-            ValueError: As `encode` raises it.
+            The packed array; the sum; the sum of the squares.
         """
         axes = tuple(range(x.ndim - 1))
         return self.encode(x, seed=seed), jnp.sum(x, axes), jnp.sum(x * x, axes)
@@ -195,18 +184,6 @@ class AbstractCodec(abc.ABC):
 
         On a GPU, XLA can then fuse unpacking into the kernels that read the array, and
         never writes the array to memory. By default it calls `decode`.
-
-        Args:
-            packed: The result of `encode`.
-            like: Shape and dtype of the array that was packed.
-            after: As in `decode`.
-
-        Returns:
-            The array that `decode` returns.
-
-        Raises:
-            TypeError: `like.dtype` is not supported.
-            ValueError: The shapes of `packed` do not fit `like`.
         """
         return self.decode(packed, like, after=after)
 
@@ -222,23 +199,16 @@ class AbstractCodec(abc.ABC):
         dimension of each packed array is the batch axis too, and any subset of its rows
         decodes to the same rows of the array. The backward pass may then unpack the
         array in chunks.
-
-        Args:
-            like: Shape and dtype of the array.
         """
         del like
         return False
 
     def packs_parts(self, like: Like, count: int) -> bool:
-        """Returns whether each chunk of the array can be unpacked separately.
+        """Returns whether each of `count` equal chunks can be unpacked separately.
 
         A chunk is a range of rows. If so, the first dimension of each packed array
         splits into the same number of chunks, and the chunk of all packed arrays
         decodes to the chunk of the array.
-
-        Args:
-            like: Shape and dtype of the array.
-            count: Number of equal chunks.
         """
         if not like.shape:
             return False
@@ -248,16 +218,8 @@ class AbstractCodec(abc.ABC):
 
     @abc.abstractmethod
     def packed_nbytes(self, like: Like) -> int:
-        """Returns the packed size in bytes of an array of this shape and dtype.
-
-        Raises:
-            TypeError: `like.dtype` is not supported.
-        """
+        """Returns the packed size in bytes of an array of this shape and dtype."""
 
     @abc.abstractmethod
     def check(self, like: Like) -> None:
-        """Raises if arrays of this shape and dtype cannot be packed.
-
-        Raises:
-            TypeError: `like.dtype` is not supported.
-        """
+        """Raises TypeError if arrays of this shape and dtype cannot be packed."""

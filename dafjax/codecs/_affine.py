@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, Literal, final
 
 import jax
@@ -15,18 +16,13 @@ import numpy as np
 from jax import lax
 
 from dafjax._native import (
+    Format,
     pack_affine,
     pack_affine_and_sum,
     unpack_affine,
     unpack_affine_fused,
 )
-from dafjax._native._format import (
-    BITS,
-    BLOCK_SIZES,
-    num_blocks,
-    num_positions,
-    num_words,
-)
+from dafjax._native._format import BITS, BLOCK_SIZES, num_positions
 from dafjax._numbers import Array, Like, shown
 from dafjax._sampling import with_auto_axes
 from dafjax.codecs._abstract import (
@@ -41,8 +37,19 @@ from dafjax.codecs._abstract import (
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_ROUNDINGS = ("stochastic", "dithered", "nearest")
-_BLOCKS = ("rows", "columns")
+# The valid values of each argument of `Affine`, and a remedy.
+_CHOICES: dict[str, tuple[tuple[object, ...], str]] = {
+    "bits": (BITS, "For exact residuals use the policy `SaveAll()`."),
+    "block_size": (
+        BLOCK_SIZES,
+        "Smaller blocks are more accurate, for 32 / block_size bits an element.",
+    ),
+    "rounding": (
+        ("stochastic", "dithered", "nearest"),
+        "Stochastic and dithered rounding keep gradients unbiased.",
+    ),
+    "blocks": (("rows", "columns"), "Blocks of columns suit channels that differ."),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -143,30 +150,11 @@ class Affine(AbstractCodec):
     blocks: Literal["rows", "columns"] = "rows"
 
     def __post_init__(self) -> None:
-        _check_choice(
-            "bits", self.bits, BITS, "For exact residuals use the policy `SaveAll()`."
-        )
-        _check_choice(
-            "block_size",
-            self.block_size,
-            BLOCK_SIZES,
-            "Smaller blocks are more accurate, for 32 / block_size bits an element.",
-        )
+        for name, (choices, remedy) in _CHOICES.items():
+            _check_choice(name, getattr(self, name), choices, remedy)
         # NumPy integers can overflow; Python integers cannot.
         object.__setattr__(self, "bits", int(self.bits))
         object.__setattr__(self, "block_size", int(self.block_size))
-        _check_choice(
-            "rounding",
-            self.rounding,
-            _ROUNDINGS,
-            "Stochastic and dithered rounding keep gradients unbiased.",
-        )
-        _check_choice(
-            "blocks",
-            self.blocks,
-            _BLOCKS,
-            "Blocks of columns suit channels that differ.",
-        )
 
     def __str__(self) -> str:
         rounding = "" if self.rounding == "stochastic" else f", {self.rounding}"
@@ -182,58 +170,82 @@ class Affine(AbstractCodec):
         return self.rounding == "dithered"
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
-        rows, parameters = self._rows_and_parameters(x)
-        seed = as_seed(seed)
-        packed = pack_affine(rows, seed, **parameters)
-        return PackedAffine(*packed, seeds=self._seeds(seed, rows))
+        packed, *_ = self._packed(pack_affine, x, seed)
+        return packed
 
     def sums_columns(self, like: Like) -> bool:
-        _, columns = self.rows_and_columns(like.shape)
-        return columns > 0 and like.dtype == jnp.float32
+        _, format = self.rows_and_format(like.shape)
+        return format.columns > 0 and like.dtype == jnp.float32
 
     def encode_and_sum(
         self, x: Array, *, seed: int | Array = 0
     ) -> tuple[PackedAffine, Array, Array]:
         if not self.sums_columns(jax.ShapeDtypeStruct(x.shape, x.dtype)):
             return super().encode_and_sum(x, seed=seed)
-        rows, parameters = self._rows_and_parameters(x)
-        seed = as_seed(seed)
-        *packed, total, of_squares = pack_affine_and_sum(rows, seed, **parameters)
-        seeds = self._seeds(seed, rows)
-        return PackedAffine(*packed, seeds=seeds), total, of_squares
+        packed, total, of_squares = self._packed(pack_affine_and_sum, x, seed)
+        return packed, total, of_squares
+
+    def _packed(
+        self, pack: Callable[..., tuple[Array, ...]], x: Array, seed: int | Array
+    ) -> tuple[Any, ...]:
+        """Returns the packed array, and what else `pack` returns."""
+        self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        rows, format = self.rows_and_format(x.shape)
+        matrix, seed = to_rows(x, rows), as_seed(seed)
+        codes, scale, minimum, *sums = pack(matrix, seed, format=format)
+        seeds = None
+        if self.is_dithered:
+            # The seed of every row, divided among devices as the rows are.
+            seeds = lax.full_like(matrix, 0, jnp.uint32, matrix.shape[:-1]) + seed
+        return PackedAffine(codes, scale, minimum, seeds), *sums
 
     def decode(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
-        operands = packed.codes, packed.scale, packed.minimum, *after
-        parameters = self._unpack_parameters(like)
-        unpacked = unpack_affine(*operands, seeds=packed.seeds, **parameters)
-        return from_rows(unpacked, like)
+        return from_rows(self._unpacked(unpack_affine, packed, like, after), like)
 
     def decode_fused(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:
         if is_divided_by_type(like, jax.typeof(packed.codes)):
             return self.decode(packed, like, after=after)
-        operands = packed.codes, packed.scale, packed.minimum, *after
-        parameters = self._unpack_parameters(like)
-        return unpack_affine_fused(
-            *operands, shape=tuple(like.shape), seeds=packed.seeds, **parameters
+        unpack = functools.partial(unpack_affine_fused, shape=tuple(like.shape))
+        return self._unpacked(unpack, packed, like, after)
+
+    def _unpacked(
+        self,
+        unpack: Callable[..., Array],
+        packed: PackedAffine,
+        like: Like,
+        after: tuple[Array, ...],
+    ) -> Array:
+        self.check(like)
+        rows, format = self.rows_and_format(like.shape)
+        # A codec with another rounding may have packed it.
+        format = dataclasses.replace(format, dithered=packed.seeds is not None)
+        return unpack(
+            packed.codes,
+            packed.scale,
+            packed.minimum,
+            *after,
+            seeds=packed.seeds,
+            size=rows[-1],
+            dtype=like.dtype,
+            format=format,
         )
 
     def packs_rows(self, like: Like) -> bool:
-        rows, _ = self.rows_and_columns(like.shape)
+        rows, _ = self.rows_and_format(like.shape)
         return len(rows) > 1 and rows[0] == like.shape[0]
 
     def packs_parts(self, like: Like, count: int) -> bool:
-        return splits(self.rows_and_columns, tuple(like.shape), count)
+        return splits(self.rows_and_format, tuple(like.shape), count)
 
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)
-        (*count, size), columns = self.rows_and_columns(like.shape)
-        words = num_words(size, self.bits, columns)
-        blocks = num_blocks(size, self.block_size, columns)
-        return math.prod(count) * (2 * words + 4 * (blocks + self.is_dithered))
+        (*count, size), format = self.rows_and_format(like.shape)
+        nbytes = 2 * format.num_words(size) + 4 * format.num_blocks(size)
+        return math.prod(count) * (nbytes + 4 * self.is_dithered)
 
     def has_full_columns(self, shape: tuple[int, ...]) -> bool:
         """Returns whether an array's per-channel groups are full enough to pay.
@@ -248,45 +260,21 @@ class Affine(AbstractCodec):
             return False
         return num_positions(rows_of(shape)[-1], shape[-1]) >= min(BLOCK_SIZES)
 
-    def rows_and_columns(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-        """Returns the shape as rows, and the columns; 0 for groups within rows."""
-        rows = rows_of(shape)
+    def rows_and_format(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Format]:
+        """Returns the shape of an array as rows, and the format of a row."""
+        rows, columns = rows_of(shape), 0
         if self.blocks == "columns" and len(shape) > 1:
-            if num_positions(rows[-1], shape[-1]) >= min(BLOCK_SIZES):
-                return rows, shape[-1]
-            joined = rows_of_groups(shape, self.block_size)
-            if num_positions(joined[-1], shape[-1]) >= min(BLOCK_SIZES):
-                return joined, shape[-1]
-        return rows, 0
-
-    def _rows_and_parameters(self, x: Array) -> tuple[Array, dict[str, Any]]:
-        self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        rows, columns = self.rows_and_columns(x.shape)
-        parameters = {
-            "bits": self.bits,
-            "block_size": self.block_size,
-            "stochastic": self.rounding != "nearest",
-            "dithered": self.is_dithered,
-            "columns": columns,
-        }
-        return to_rows(x, rows), parameters
-
-    def _seeds(self, seed: Array, rows: Array) -> Array | None:
-        """Returns the seed of every row, divided among devices as the rows are."""
-        if not self.is_dithered:
-            return None
-        return lax.full_like(rows, 0, jnp.uint32, rows.shape[:-1]) + seed
-
-    def _unpack_parameters(self, like: Like) -> dict[str, Any]:
-        self.check(like)
-        rows, columns = self.rows_and_columns(like.shape)
-        return {
-            "size": rows[-1],
-            "dtype": jnp.dtype(like.dtype),
-            "bits": self.bits,
-            "block_size": self.block_size,
-            "columns": columns,
-        }
+            for candidate in (rows, rows_of_groups(shape, self.block_size)):
+                if num_positions(candidate[-1], shape[-1]) >= min(BLOCK_SIZES):
+                    rows, columns = candidate, shape[-1]
+                    break
+        return rows, Format(
+            self.bits,
+            self.block_size,
+            columns,
+            stochastic=self.rounding != "nearest",
+            dithered=self.is_dithered,
+        )
 
     def check(self, like: Like) -> None:
         name = like.dtype.name
@@ -337,23 +325,15 @@ _NUM_BLOCKS = 32
 
 
 def sample_rounding_noise(affine: Affine, x: Array) -> Array:
-    """Returns the variance of rounding to 1 bit over the squared range of groups.
+    """Returns the mean variance of rounding to 1 bit over the mean squared group range.
 
     Stochastic rounding maps an element `v` of a group from `low` to `high` to one of
     these two, with mean `v` and variance `(v - low) * (high - v)`. Divided by
     `(high - low)^2`, the variance is 1/6 if the elements are spread evenly over the
     range, up to 1/4 if most are in its middle, and 0 if all are at its ends: masks, and
     probabilities of 0 or 1, suffer no rounding. With dithered rounding it is 1/12 for
-    all elements.
-
-    Args:
-        affine: Defines the groups; its bits do not matter.
-        x: A floating-point array of any shape.
-
-    Returns:
-        A float32 scalar: the mean variance over the mean squared range of the sampled
-        groups; 0 if no group has a range, NaN if a group has values that are not
-        finite.
+    all elements. It is measured in sampled groups of `affine`: 0 if none has a range,
+    NaN if one has values that are not finite.
     """
     if x.size == 0:
         return jnp.zeros((), jnp.float32)
@@ -373,8 +353,8 @@ def _mean_noise(affine: Affine, x: Array) -> jax.Array:
 
 def _some_blocks(affine: Affine, x: Array) -> jax.Array:
     """Returns the elements of sampled full groups, `[groups, elements]`."""
-    rows, columns = affine.rows_and_columns(x.shape)
-    channels = max(1, columns)
+    rows, format = affine.rows_and_format(x.shape)
+    channels = max(1, format.columns)
     count, size = math.prod(rows[:-1]), rows[-1] // channels
     length = min(affine.block_size, size)
     x = lax.reshape(to_rows(x, rows), (count, size, channels))
@@ -392,10 +372,6 @@ def _strides(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
 
     Strides are odd, so that they are not in step with a power of two. All dimensions
     get similar numbers of samples, because it is unknown along which one groups differ.
-
-    Args:
-        shape: The shape of the array.
-        most: The most samples, at least 1.
     """
     strides = [1] * len(shape)
 

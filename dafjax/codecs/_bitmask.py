@@ -83,7 +83,7 @@ class Bitmask(AbstractCodec):
         return len(rows) > 1 and rows[0] == like.shape[0]
 
     def packs_parts(self, like: Like, count: int) -> bool:
-        return splits(lambda shape: (rows_of(shape), 0), tuple(like.shape), count)
+        return splits(lambda shape: (rows_of(shape), None), tuple(like.shape), count)
 
     def packed_nbytes(self, like: Like) -> int:
         self.check(like)

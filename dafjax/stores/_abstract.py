@@ -60,15 +60,15 @@ class AbstractStore(abc.ABC):
             ValueError: The store already has another target.
         """
 
-    @abc.abstractmethod
     def measured_code(self, codec: AbstractCodec) -> Affine | None:
         """Returns a residual's affine code if its sensitivity must be measured.
 
         Args:
             codec: The codec that `codec` returned for the residual.
         """
+        del codec
+        return None
 
-    @abc.abstractmethod
     def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> Array | None:
         """Returns the mean squared range of a residual's quantization groups.
 
@@ -79,6 +79,8 @@ class AbstractStore(abc.ABC):
         Returns:
             A float32 scalar; None if the store measures the ranges itself.
         """
+        del codec, packed
+        return None
 
     @abc.abstractmethod
     def note(
@@ -103,24 +105,10 @@ class AbstractStore(abc.ABC):
             A scalar. The record is made only if something depends on this scalar.
         """
 
-    @abc.abstractmethod
     def put(self, packed: ArrayTree) -> ArrayTree:
-        """Stores a packed residual.
+        """Stores a packed residual, and returns a handle: by default itself."""
+        return packed
 
-        Args:
-            packed: A pytree of arrays.
-
-        Returns:
-            A handle: a pytree of arrays.
-        """
-
-    @abc.abstractmethod
     def get(self, handle: ArrayTree) -> ArrayTree:
-        """Loads a packed residual; may be called any number of times.
-
-        Args:
-            handle: The handle that `put` returned.
-
-        Returns:
-            A pytree equal to the argument of `put`.
-        """
+        """Loads the packed residual that `put` stored; may be called repeatedly."""
+        return handle

@@ -1,6 +1,7 @@
 """Stores whose residuals XLA holds, on the device or in host memory.
 
-Their bits are part of the compiled program.
+Their bits are part of the compiled program; `adaptive_jit` may change them from one
+trace to the next.
 """
 
 import dataclasses
@@ -9,11 +10,13 @@ from typing import final
 
 import jax
 
+from dafjax._contexts import BitsInForce, bits_in_force
+from dafjax._native import ledger_note, pool_hash
 from dafjax._numbers import Array, ArrayTree, Like
 from dafjax._targets import Target
-from dafjax.codecs import AbstractCodec
+from dafjax.codecs import AbstractCodec, Affine
 from dafjax.stores._abstract import AbstractStore
-from dafjax.stores._adaptive import Adaptive
+from dafjax.stores._codecs import LADDER, AdaptiveAffine
 
 
 class AbstractStaticStore(AbstractStore):
@@ -28,14 +31,8 @@ class AbstractStaticStore(AbstractStore):
     ) -> AbstractCodec:
         return wanted
 
-    def allocate_for(self, target: Target) -> Adaptive:
+    def allocate_for(self, target: Target) -> "Adaptive":
         return Adaptive(self, target)
-
-    def measured_code(self, codec: AbstractCodec) -> None:
-        del codec
-
-    def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> None:
-        del codec, packed
 
     def note(
         self,
@@ -57,12 +54,6 @@ class Arrays(AbstractStaticStore):
     The store is pure, batchable and shardable, and cannot leak. The number of bits is
     part of the compiled program.
     """
-
-    def put(self, packed: ArrayTree) -> ArrayTree:
-        return packed
-
-    def get(self, handle: ArrayTree) -> ArrayTree:
-        return handle
 
 
 @final
@@ -90,3 +81,95 @@ class Host(AbstractStaticStore):
 
     def get(self, handle: ArrayTree) -> ArrayTree:
         return jax.device_put(handle, jax.memory.Space.Device)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Adaptive(AbstractStore):
+    """Wraps a store so that `dafjax.adaptive_jit` allocates the bits of its codes.
+
+    Bits are part of the compiled program. Tracing reads them from the active bit
+    allocation of `adaptive_jit`; backward passes report to its ledger, the statistics
+    accumulator.
+
+    Args:
+        store: The store that keeps packed residuals.
+        target: The target of the bit allocation.
+    """
+
+    store: AbstractStore
+    target: Target
+
+    @property
+    def takes_brief(self) -> bool:
+        return self.store.takes_brief
+
+    def allocate_for(self, target: Target) -> "Adaptive":
+        return dataclasses.replace(self, target=target)
+
+    def codec(
+        self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
+    ) -> AbstractCodec:
+        codec = self.store.codec(wanted, site=site, reads=reads, num_parts=num_parts)
+        if not isinstance(codec, Affine) or codec.bits not in LADDER:
+            return codec
+        allocated = self._in_force().bits.get(site_number(site, self.target))
+        return AdaptiveAffine(
+            codec if allocated is None else dataclasses.replace(codec, bits=allocated),
+            site=site,
+            asked=codec.bits,
+        )
+
+    def measured_code(self, codec: AbstractCodec) -> Affine | None:
+        return codec.affine if isinstance(codec, AdaptiveAffine) else None
+
+    def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> Array | None:
+        assert isinstance(codec, AdaptiveAffine)
+        return codec.squared_range(packed)
+
+    def note(
+        self,
+        sensitivities: Array,
+        codecs: Sequence[AbstractCodec],
+        likes: Sequence[Like],
+        after: Array,
+    ) -> Array:
+        facts = tuple(
+            codec.facts(like, self.target)
+            for codec, like in zip(codecs, likes, strict=True)
+            if isinstance(codec, AdaptiveAffine)
+        )
+        return ledger_note(
+            sensitivities,
+            after,
+            ledger=self._in_force().ledger,
+            sites=tuple(site_number(fact.name, self.target) for fact in facts),
+            facts=facts,
+        )
+
+    def put(self, packed: ArrayTree) -> ArrayTree:
+        return self.store.put(packed)
+
+    def get(self, handle: ArrayTree) -> ArrayTree:
+        return self.store.get(handle)
+
+    def _in_force(self) -> BitsInForce:
+        bits = bits_in_force()
+        if bits is None:
+            raise ValueError(
+                f"`remat_compress(bits={self.target!r}, store={self.store!r})`: the "
+                "bits are part of the compiled program, so that only a program that "
+                "`dafjax.adaptive_jit` compiles can adapt them. Write "
+                "`step = dafjax.adaptive_jit(step)` in place of `jax.jit(step)`, round "
+                "the whole step, differentiation included; or use "
+                "`store=dafjax.stores.PagePool()`, or give `bits` as a number."
+            )
+        return bits
+
+
+def site_number(name: str, target: Target) -> int:
+    """Returns the 64-bit hash that custom calls carry in place of a residual id.
+
+    It includes the target, because a function may be wrapped twice with two targets.
+    """
+    return pool_hash(f"{name} for {target!r}")

@@ -1,43 +1,20 @@
-"""A pool of pages as a store: control, limits and statistics.
-
-Its codec packs to a handle of an entry in the pool.
-"""
+"""A pool of pages as a store: control, limits and statistics."""
 
 import dataclasses
 import fnmatch
 import itertools
-import math
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self, final
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from dafjax._native import (
-    StaleHandle,
-    make_pool,
-    pool_get,
-    pool_hash,
-    pool_note,
-    pool_put,
-)
-from dafjax._numbers import (
-    Array,
-    ArrayTree,
-    Like,
-    as_count,
-    parse_nbytes,
-    readable,
-    shown,
-)
+from dafjax._native import StaleHandle, make_pool, pool_hash, pool_note
+from dafjax._numbers import Array, Like, as_count, parse_nbytes, readable, shown
 from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target, as_number
 from dafjax.codecs import AbstractCodec, Affine
-from dafjax.codecs._abstract import from_rows, to_rows
-from dafjax.codecs._affine import as_seed
 from dafjax.stores._abstract import AbstractStore
+from dafjax.stores._codecs import LADDER, PooledAffine
 from dafjax.stores._pool_stats import (
     UNLIMITED,
     AdaptiveGrowth,
@@ -45,98 +22,6 @@ from dafjax.stores._pool_stats import (
     PoolStats,
     pool_stats,
 )
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class PooledAffine(AbstractCodec):
-    """Encodes an array as `affine` does, but into a page pool that chooses the bits.
-
-    Args:
-        affine: The code. Its bits apply unless others are set or allocated in the pool.
-        pool: Hash of the pool's name.
-        site: Hash of the residual id.
-        reads: How often one backward pass decodes the array; 0 if unknown.
-        num_parts: The most chunks of the batch axis. Each chunk is a separate pool
-            entry, provided that every row is packed separately and the planes of a
-            chunk fill pages.
-    """
-
-    affine: Affine
-    pool: int
-    site: int
-    reads: int = 0
-    num_parts: int = 1
-
-    @property
-    def is_exact(self) -> bool:
-        return False
-
-    def encode(self, x: Array, *, seed: int | Array = 0) -> Array:
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        self.check(like)
-        rows, columns = self.affine.rows_and_columns(x.shape)
-        count, size = _as_matrix(rows)
-        parts = self._parts_of(like)
-        return pool_put(
-            lax.reshape(to_rows(x, rows), (parts, count // parts, size)),
-            as_seed(seed),
-            pool=self.pool,
-            site=self.site,
-            bits=self.affine.bits,
-            max_bits=_MAX_BITS,
-            block_size=self.affine.block_size,
-            stochastic=self.affine.rounding == "stochastic",
-            columns=columns,
-        )
-
-    def decode(
-        self, packed: Array, like: Like, *, after: tuple[Array, ...] = ()
-    ) -> Array:
-        self.check(like)
-        rows, columns = self.affine.rows_and_columns(like.shape)
-        count, size = _as_matrix(rows)
-        unpacked = pool_get(
-            packed,
-            *after,
-            pool=self.pool,
-            rows=(count // packed.shape[0], size),
-            dtype=jnp.dtype(like.dtype),
-            block_size=self.affine.block_size,
-            columns=columns,
-            reads=self.reads,
-        )
-        return from_rows(lax.reshape(unpacked, rows), like)
-
-    def packed_nbytes(self, like: Like) -> int:
-        """Returns the bytes of the handles; bytes in the pool depend on the run."""
-        self.check(like)
-        return 16 * self._parts_of(like)
-
-    def packs_parts(self, like: Like, count: int) -> bool:
-        return self._parts_of(like) % count == 0
-
-    def check(self, like: Like) -> None:
-        self.affine.check(like)
-
-    def _parts_of(self, like: Like) -> int:
-        counts = range(self.num_parts, 1, -1)
-        for count in (c for c in counts if self.num_parts % c == 0):
-            fills_pages = math.prod(like.shape) >= count * _NUM_ELEMENTS_OF_PAGE
-            if fills_pages and self.affine.packs_parts(like, count):
-                return count
-        return 1
-
-
-# The most bits that the pool may set or allocate.
-_MAX_BITS = 8
-# A page of 64 KiB holds one bit of this many elements.
-_NUM_ELEMENTS_OF_PAGE = 8 * 65536
-
-
-def _as_matrix(rows: tuple[int, ...]) -> tuple[int, int]:
-    *count, size = rows
-    return (count[0] if count else 1, size)
 
 
 @final
@@ -223,8 +108,7 @@ class PagePool(AbstractStore):
             packer: Which processor packs residuals of GPU programs: `"gpu"`, `"cpu"` or
                 `"auto"`. `"cpu"` is for GPUs that share the host's memory, as on a
                 Jetson: the CPU packs codes that the GPU has quantized, while the GPU
-                goes on.
-                `"auto"` tries both on such GPUs and takes the one with shorter
+                goes on. `"auto"` tries both on such GPUs and takes the one with shorter
                 executions; on other GPUs the GPU packs.
             name: The name that compiled programs use to find the pool; by default it
                 counts the pools in the order of their creation.
@@ -258,7 +142,6 @@ class PagePool(AbstractStore):
         self._hash = pool_hash(self._name)
         self._sites: dict[int, str] = {}
         self._target: Target | None = None
-        self._growth = growth
         self._executions_in_flight = executions_in_flight
         self._lasting_only = lasting_only
         self._pool: Any = make_pool(
@@ -343,10 +226,6 @@ class PagePool(AbstractStore):
         matters = self._target is not None or self.budget is not None
         return codec.affine if matters and isinstance(codec, PooledAffine) else None
 
-    def squared_range(self, codec: AbstractCodec, packed: ArrayTree) -> None:
-        # The pool measures the ranges when the residual is stored.
-        del codec, packed
-
     def note(
         self,
         sensitivities: Array,
@@ -361,7 +240,7 @@ class PagePool(AbstractStore):
     def codec(
         self, wanted: AbstractCodec, *, site: str, reads: int = 0, num_parts: int = 1
     ) -> AbstractCodec:
-        if not isinstance(wanted, Affine) or wanted.bits == 3:
+        if not isinstance(wanted, Affine) or wanted.bits not in LADDER:
             return wanted
         number = pool_hash(site)
         self._sites[number] = site
@@ -371,12 +250,6 @@ class PagePool(AbstractStore):
         return PooledAffine(
             wanted, pool=self._hash, site=number, reads=reads, num_parts=num_parts
         )
-
-    def put(self, packed: ArrayTree) -> ArrayTree:
-        return packed
-
-    def get(self, handle: ArrayTree) -> ArrayTree:
-        return handle
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -400,7 +273,7 @@ class PagePool(AbstractStore):
                 f'`"*/conv1/*"`, but got `{shown(sites)}`.'
             )
         is_integer = isinstance(bits, (int, np.integer)) and not isinstance(bits, bool)
-        if bits is not None and not (is_integer and bits in (1, 2, 4, 8)):
+        if bits is not None and not (is_integer and bits in LADDER):
             raise ValueError(
                 "`bits` must be 1, 2, 4, 8 or None (the codec's), but got "
                 f"{shown(bits)}."
