@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo.network import Network, classes, normal, perturbed
+from benchmarks.zoo.network import Network, applied, classes, initial, normal
 
 
 class Flow(nn.Module):
@@ -44,10 +44,10 @@ class GraphNet(nn.Module):
 
 def _flow() -> Network:
     module, x = Flow(), normal(2, 1024, 16)
-    params = perturbed(module.init(jax.random.key(0), x)["params"])
+    params = initial(module, x)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
-        z, log_det = module.apply({"params": params}, x)
+        z, log_det = applied(module, params, x)
         return jnp.mean(0.5 * jnp.sum(z**2, -1) - log_det)
 
     return Network(loss, params, (x,))
@@ -56,10 +56,10 @@ def _flow() -> Network:
 def _graph() -> Network:
     module, x = GraphNet(), normal(2, 256, 16)
     edges, labels = classes(3, 256, 2, 1024), classes(4, 10, 256)
-    params = perturbed(module.init(jax.random.key(0), x, edges)["params"])
+    params = initial(module, x, edges)
 
     def loss(params: Any, x: jax.Array, edges: Any, labels: Any) -> jax.Array:
-        logits = module.apply({"params": params}, x, edges)
+        logits = applied(module, params, x, edges)
         chosen = jnp.take_along_axis(nn.log_softmax(logits), labels[:, None], -1)
         return -jnp.mean(chosen)
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.zoo.network import Network, classes, classifier, normal
+from benchmarks.zoo.network import Network, block, classes, classifier, normal
 
 
 class GRU(nn.Module):
     """Two layers of gated recurrent units."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Any) -> jax.Array:
         for _ in range(2):
             x = nn.RNN(nn.GRUCell(64))(x)
         return nn.Dense(10)(x[:, -1])
@@ -24,12 +24,17 @@ class GRU(nn.Module):
 class Mamba(nn.Module):
     """Selective state spaces (Gu and Dao, 2023), as an associative scan."""
 
+    remat: bool = False
+
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = nn.Embed(64, 64)(tokens)
         for _ in range(2):
-            x = x + self._mix(nn.RMSNorm()(x))
+            x = block(Mamba._block, self.remat)(self, x)
         return nn.Dense(64)(nn.RMSNorm()(x))
+
+    def _block(self, x: jax.Array) -> jax.Array:
+        return x + self._mix(nn.RMSNorm()(x))
 
     def _mix(self, x: jax.Array) -> jax.Array:
         width, states = 2 * x.shape[-1], 8
