@@ -7,6 +7,7 @@ from typing import Any, final
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -126,7 +127,13 @@ def perturbed(params: ArrayTree) -> ArrayTree:
     out. Trained networks have other biases.
     """
     leaves, structure = jax.tree.flatten(params)
-    return structure.unflatten(
-        leaf + 0.2 * normal(n, *leaf.shape) if jnp.std(leaf) == 0 else leaf
-        for n, leaf in enumerate(leaves)
-    )
+    constant = [bool(np.all(leaf == leaf.flat[0])) for leaf in map(np.asarray, leaves)]
+
+    @jax.jit
+    def move(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        return [
+            leaf + (0.2 * normal(n, *leaf.shape)).astype(leaf.dtype) if moves else leaf
+            for n, (leaf, moves) in enumerate(zip(leaves, constant, strict=True))
+        ]
+
+    return structure.unflatten(move(leaves))
