@@ -24,7 +24,7 @@ import tyro
 import dafjax
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console, make_table
-from benchmarks.zoo import NETWORKS, SCALED, Network
+from benchmarks.zoo import MISSING, NETWORKS, SCALED, Network
 from dafjax._assess import array_noise
 
 
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     environment = describe_environment()
     console = make_console()
+    for name, package in MISSING.items():
+        console.print(f"left out: {name}, as {package} is not installed")
     records = []
     for name, make in {**NETWORKS, **SCALED}.items():
         if not any(fnmatch.fnmatchcase(name, p) for p in options.networks):

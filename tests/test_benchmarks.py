@@ -43,6 +43,7 @@ from benchmarks import (
     step_memory,
     training,
     transformer_memory,
+    zoo_memory,
 )
 from benchmarks.actnn import layer_inputs
 from benchmarks.harness import Check, Contender, Spread, WrongAnswerError, compare
@@ -78,6 +79,8 @@ PROGRAMS = (
     "pool_budget",
     "nonlinear_minima",
     "bit_allocation",
+    "gradient_noise",
+    "zoo_memory",
 )
 
 
@@ -486,6 +489,30 @@ def test_a_step_with_a_pool_is_checked_and_measured(tmp_path):
         assert step["temp_nbytes"]["pool"] < step["temp_nbytes"]["arrays"]
         assert step["time"]["pool, measuring"]["errors"]["equal"] < 1e-5
         assert step["measuring_over_pool"]["median"] > 0
+
+
+def test_the_zoo_is_compiled_with_each_method(tmp_path):
+    out = tmp_path / "zoo.json"
+    methods = ["plain", "blocks", "dafjax"]
+    network = ["--networks", "layer_norm_32"]
+    zoo_memory.main([*network, "--methods", *methods, "--out", str(out)])
+    result = json.loads(out.read_text())
+    (record,) = result["networks"]
+    assert list(record["methods"]) == methods
+    sizes = {name: m["temp_nbytes"] for name, m in record["methods"].items()}
+    assert 0 < sizes["dafjax"] < sizes["blocks"] < sizes["plain"]
+    summary = result["summary"]
+    assert summary["median_plain_over_dafjax"] == sizes["plain"] / sizes["dafjax"]
+    assert summary["more_than_plain"] == []
+    assert summary["failed"] == {}
+
+
+def test_a_network_that_fails_is_in_the_summary_of_the_zoo():
+    network = zoo_memory.Network(lambda w: jnp.zeros(3) / w, jnp.ones(()), ())
+    record = zoo_memory.measure(network, zoo_memory.METHODS["plain"])
+    records = [{"network": "vector", "methods": {"plain": record}}]
+    failed = zoo_memory.summarize(records)["failed"]
+    assert failed["vector, plain"].startswith("TypeError: Gradient only defined")
 
 
 def test_environment_names_what_a_number_depends_on():

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo.network import Network, classifier, normal
+from benchmarks.zoo.network import Network, applied, block, classifier, normal
 
 
 def _batch_norm() -> nn.Module:
@@ -64,16 +64,20 @@ class EfficientNet(nn.Module):
 class ConvNeXt(nn.Module):
     """Depthwise 7 x 7, layer norm, MLP (Liu et al., 2022)."""
 
+    remat: bool = False
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.LayerNorm()(nn.Conv(48, (4, 4), 4)(x))
-        for _ in range(3):
-            y = nn.Conv(48, (7, 7), feature_group_count=48)(x)
-            y = nn.gelu(nn.Dense(192)(nn.LayerNorm()(y)))
-            y = nn.Dense(48)(y)
-            scale = self.param(f"scale_{_}", nn.initializers.constant(0.5), (48,))
-            x = x + scale * y
+        for n in range(3):
+            scale = self.param(f"scale_{n}", nn.initializers.constant(0.5), (48,))
+            x = block(ConvNeXt._block, self.remat)(self, x, scale)
         return nn.Dense(10)(nn.LayerNorm()(jnp.mean(x, (1, 2))))
+
+    def _block(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        y = nn.Conv(48, (7, 7), feature_group_count=48)(x)
+        y = nn.gelu(nn.Dense(192)(nn.LayerNorm()(y)))
+        return x + scale * nn.Dense(48)(y)
 
 
 class ResidualNet(nn.Module):
@@ -81,15 +85,19 @@ class ResidualNet(nn.Module):
 
     norm: Callable[[], Any]
     channels: int = 32
+    remat: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.relu(self.norm()(nn.Conv(self.channels, (3, 3))(x)))
         for _ in range(3):
-            y = nn.relu(self.norm()(nn.Conv(self.channels, (3, 3))(x)))
-            y = self.norm()(nn.Conv(self.channels, (3, 3))(y))
-            x = nn.relu(x + y)
+            x = block(ResidualNet._block, self.remat)(self, x)
         return nn.Dense(10)(jnp.mean(x, (1, 2)))
+
+    def _block(self, x: jax.Array) -> jax.Array:
+        y = nn.relu(self.norm()(nn.Conv(self.channels, (3, 3))(x)))
+        y = self.norm()(nn.Conv(self.channels, (3, 3))(y))
+        return nn.relu(x + y)
 
 
 class UNet(nn.Module):
@@ -113,10 +121,10 @@ class UNet(nn.Module):
 def _unet() -> Network:
     module = UNet()
     x = normal(2, 8, 32, 32, 3)
-    params = module.init(jax.random.key(0), x)["params"]
+    params = jax.jit(module.init)(jax.random.key(0), x)["params"]
 
     def loss(params: Any, x: jax.Array, noise: jax.Array) -> jax.Array:
-        return jnp.mean((module.apply({"params": params}, x) - noise) ** 2)
+        return jnp.mean((applied(module, params, x) - noise) ** 2)
 
     return Network(loss, params, (x, normal(3, *x.shape)))
 

@@ -1,4 +1,4 @@
-"""A normalizing flow and a network on graphs."""
+"""A normalizing flow and networks on graphs."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,8 +6,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from benchmarks.zoo.network import Network, classes, normal, perturbed
+from benchmarks.zoo.network import (
+    Network,
+    applied,
+    classes,
+    cross_entropy,
+    initial,
+    normal,
+    trained,
+)
 
 
 class Flow(nn.Module):
@@ -42,28 +51,59 @@ class GraphNet(nn.Module):
         return nn.Dense(10)(x)
 
 
+class GraphAttention(nn.Module):
+    """Three layers of attention over edges (Velickovic et al., 2018)."""
+
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, edges: jax.Array) -> jax.Array:
+        make = nn.remat(EdgeAttention) if self.remat else EdgeAttention
+        for n in range(3):
+            x = nn.elu(make(name=f"layer_{n}")(x, edges))
+        return nn.Dense(10)(x)
+
+
+class EdgeAttention(nn.Module):
+    """A softmax over the edges that end at a node."""
+
+    num_heads: int = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array, edges: jax.Array) -> jax.Array:
+        senders, receivers = edges
+        y = nn.DenseGeneral((self.num_heads, 16), use_bias=False)(x)
+        init = nn.initializers.lecun_normal()
+        sent, received = self.param("scores", init, (2, *y.shape[1:]))
+        scores = jnp.sum(y * sent, -1)[senders] + jnp.sum(y * received, -1)[receivers]
+        scores = nn.leaky_relu(scores, 0.2)
+        greatest = jax.ops.segment_max(scores, receivers, len(x))
+        shares = jnp.exp(scores - lax.stop_gradient(greatest)[receivers])
+        total = jax.ops.segment_sum(shares, receivers, len(x))
+        shares = shares / (total[receivers] + 1e-9)
+        y = jax.ops.segment_sum(shares[..., None] * y[senders], receivers, len(x))
+        return y.reshape(len(x), -1)
+
+
 def _flow() -> Network:
     module, x = Flow(), normal(2, 1024, 16)
-    params = perturbed(module.init(jax.random.key(0), x)["params"])
+    params = initial(module, x)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
-        z, log_det = module.apply({"params": params}, x)
+        z, log_det = applied(module, params, x)
         return jnp.mean(0.5 * jnp.sum(z**2, -1) - log_det)
 
     return Network(loss, params, (x,))
 
 
-def _graph() -> Network:
-    module, x = GraphNet(), normal(2, 256, 16)
-    edges, labels = classes(3, 256, 2, 1024), classes(4, 10, 256)
-    params = perturbed(module.init(jax.random.key(0), x, edges)["params"])
-
-    def loss(params: Any, x: jax.Array, edges: Any, labels: Any) -> jax.Array:
-        logits = module.apply({"params": params}, x, edges)
-        chosen = jnp.take_along_axis(nn.log_softmax(logits), labels[:, None], -1)
-        return -jnp.mean(chosen)
-
-    return Network(loss, params, (x, edges, labels))
+def _on_graph(module: nn.Module, nodes: int, edges_per_node: int) -> Network:
+    x, labels = normal(2, nodes, 16), classes(4, 10, nodes)
+    edges = classes(3, nodes, 2, edges_per_node * nodes)
+    return trained(module, cross_entropy, [x, edges], [labels])
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {"flow": _flow, "graph": _graph}
+NETWORKS: Mapping[str, Callable[[], Network]] = {
+    "flow": _flow,
+    "graph": lambda: _on_graph(GraphNet(), 256, 4),
+    "graph_attention": lambda: _on_graph(GraphAttention(), 1024, 8),
+}

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo.network import Network, classes, classifier, normal
+from benchmarks.zoo.network import Network, block, classes, classifier, normal
 
 
 class Attention(nn.Module):
@@ -43,43 +43,51 @@ class Transformer(nn.Module):
     is_causal: bool = False
     norm: Any = nn.LayerNorm
     is_gated: bool = False
+    remat: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        width = x.shape[-1]
         for _ in range(self.num_layers):
-            attention = Attention(self.num_heads, self.normalizes, self.is_causal)
-            x = x + attention(self.norm()(x))
-            y = self.norm()(x)
-            if self.is_gated:
-                y = nn.silu(nn.Dense(3 * width)(y)) * nn.Dense(3 * width)(y)
-            else:
-                y = nn.gelu(nn.Dense(4 * width)(y))
-            x = x + nn.Dense(width)(y)
+            x = block(Transformer._block, self.remat)(self, x)
         return self.norm()(x)
+
+    def _block(self, x: jax.Array) -> jax.Array:
+        width = x.shape[-1]
+        attention = Attention(self.num_heads, self.normalizes, self.is_causal)
+        x = x + attention(self.norm()(x))
+        y = self.norm()(x)
+        if self.is_gated:
+            y = nn.silu(nn.Dense(3 * width)(y)) * nn.Dense(3 * width)(y)
+        else:
+            y = nn.gelu(nn.Dense(4 * width)(y))
+        return x + nn.Dense(width)(y)
 
 
 class ViT(nn.Module):
     """A vision transformer (Dosovitskiy et al., 2021)."""
+
+    remat: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.Conv(96, (4, 4), 4)(x)
         x = x.reshape(len(x), -1, 96)
         x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
-        return nn.Dense(10)(Transformer(num_heads=3)(x)[:, 0])
+        return nn.Dense(10)(Transformer(num_heads=3, remat=self.remat)(x)[:, 0])
 
 
 class Language(nn.Module):
     """A language model; rotary positions are left out."""
 
     width: int
-    blocks: Transformer
+    options: Mapping[str, Any]
+    remat: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = nn.Embed(64, self.width)(tokens)
-        return nn.Dense(64)(self.blocks(x))
+        blocks = Transformer(**self.options, remat=self.remat, name="blocks")
+        return nn.Dense(64)(blocks(x))
 
 
 class Experts(nn.Module):
@@ -101,13 +109,18 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Blocks of attention and a mixture of experts."""
 
+    remat: bool = False
+
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = nn.Embed(64, 64)(tokens)
         for _ in range(2):
-            x = x + Attention(4, is_causal=True)(nn.LayerNorm()(x))
-            x = x + Experts()(nn.LayerNorm()(x))
+            x = block(MoE._block, self.remat)(self, x)
         return nn.Dense(64)(nn.LayerNorm()(x))
+
+    def _block(self, x: jax.Array) -> jax.Array:
+        x = x + Attention(4, is_causal=True)(nn.LayerNorm()(x))
+        return x + Experts()(nn.LayerNorm()(x))
 
 
 class Norms(nn.Module):
@@ -115,16 +128,21 @@ class Norms(nn.Module):
 
     norm: Any
     width: int
+    remat: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for _ in range(4):
-            x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(self.width)(self.norm()(x))))
+            x = block(Norms._block, self.remat)(self, x)
         return nn.Dense(10)(self.norm()(x))
+
+    def _block(self, x: jax.Array) -> jax.Array:
+        y = nn.gelu(nn.Dense(self.width)(self.norm()(x)))
+        return x + nn.Dense(self.width)(y)
 
 
 def _language(width: int, **options: Any) -> Network:
-    model = Language(width, Transformer(is_causal=True, **options))
+    model = Language(width, {"is_causal": True, **options})
     tokens = classes(2, 64, 8, 64)
     return classifier(model, tokens, num_classes=64, per_token=True)
 
