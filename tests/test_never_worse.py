@@ -63,6 +63,23 @@ def gaussian_process(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return 0.5 * (a**2).sum() + jnp.log(jnp.diag(factor)).sum()
 
 
+def cholesky(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Masks of constants, which kernels compute as they read them."""
+    gram = x @ w @ w.T @ x.T
+    return jnp.linalg.cholesky(gram + jnp.eye(len(x))).sum()
+
+
+def of_pixels(kernels: list[jax.Array], pixels: jax.Array) -> jax.Array:
+    """Images of bytes, converted and copied for the gradient of the first kernel."""
+    x = pixels.astype(jnp.float32) / 255
+    for kernel in kernels:
+        x = lax.conv_general_dilated(
+            x, kernel, (4, 4), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x)
+    return jnp.mean(x**2)
+
+
 def cumulative(w: jax.Array, x: jax.Array) -> jax.Array:
     """Means over the past, and a reversed copy."""
     y = jnp.tanh(x @ w)
@@ -106,6 +123,15 @@ _PROGRAMS: dict[str, tuple[Callable[..., jax.Array], Callable[[], Any], float]] 
             _normal(200),
         ),
         1.02,
+    ),
+    "cholesky": (cholesky, lambda: (_normal(64, 64), _normal(384, 64)), 0.8),
+    "of_pixels": (
+        of_pixels,
+        lambda: (
+            [_normal(8, 8, 4, 32), _normal(4, 4, 32, 64)],
+            jax.ShapeDtypeStruct((128, 48, 48, 4), jnp.uint8),
+        ),
+        0.7,
     ),
     "cumulative": (cumulative, lambda: (_normal(64, 64), _normal(64, 256, 64)), 0.8),
     "rectified": (

@@ -229,10 +229,16 @@ class _Builder:
                     last_use.setdefault(operand, now)
         order: dict[Unpacking | Equation, None] = {}
         partial: list[int] = []
+        # Values of constants alone, such as zeros and masks: a kernel that reads them
+        # computes them, unless they pass through a barrier.
+        constant: set[int] = set()
         for now, value in enumerate(restored):
             if value not in self._compressed:
-                order[self._recomputed[value]] = None
-                if self._program.is_large(value):
+                equation = self._recomputed[value]
+                order[equation] = None
+                if constant.issuperset(equation.input_values):
+                    constant.add(value)
+                elif self._program.is_large(value):
                     partial.append(value)
                 continue
             behind = tuple(v for v in partial if last_use.get(v, -1) >= now)
@@ -247,7 +253,14 @@ class _Builder:
         self, inputs: Sequence[int], restored: Sequence[int]
     ) -> tuple[int, ...]:
         large = [v for v in inputs if self._program.is_large(v)]
-        new = [v for v in large if v in restored]
+        # What is computed of arguments alone waits for the stage, as they do. Without a
+        # barrier XLA computes it where it is copied for the product.
+        decoded: set[int] = set()
+        for value in restored:
+            equation = self._recomputed.get(value)
+            if equation is None or not decoded.isdisjoint(equation.input_values):
+                decoded.add(value)
+        new = [v for v in large if v in decoded]
         cotangents = [v for v in large if v in self._made]
         return (*cotangents, *new) if cotangents and new else ()
 
