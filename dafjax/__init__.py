@@ -18,7 +18,12 @@ from dafjax._assess import (
     Setting as Setting,
     assess as assess,
 )
-from dafjax._bits import Bits as Bits
+from dafjax._bits import (
+    AverageBits as AverageBits,
+    Bits as Bits,
+    Budget as Budget,
+    NoiseCeiling as NoiseCeiling,
+)
 from dafjax._estimate import (
     Estimate as Estimate,
     FittedBatch as FittedBatch,
@@ -26,17 +31,13 @@ from dafjax._estimate import (
     estimate as estimate,
     fit_batch as fit_batch,
 )
+from dafjax._jit import Jit as Jit, Report as Report, Tried as Tried, jit as jit
 from dafjax._native import (
     CudaStatus as CudaStatus,
     cuda_status as cuda_status,
     custom_calls as custom_calls,
 )
 from dafjax._remat_compress import remat_compress as remat_compress
-from dafjax._targets import (
-    AverageBits as AverageBits,
-    Budget as Budget,
-    NoiseCeiling as NoiseCeiling,
-)
 from dafjax.report import (
     Plan as Plan,
     explain as explain,

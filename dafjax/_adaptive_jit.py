@@ -12,10 +12,10 @@ from typing import Any, NoReturn, final
 import jax
 from jax.core import Tracer
 
+from dafjax._bits import Target
 from dafjax._contexts import BitsInForce, putting_in_force
 from dafjax._native import LEDGER_NOTE, make_ledger, pool_hash
 from dafjax._numbers import as_count
-from dafjax._targets import Target
 from dafjax._trace.tracing import (
     as_function,
     count_live,

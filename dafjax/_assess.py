@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dafjax._adaptive_jit import measure_variances
-from dafjax._bits import AnyBits
+from dafjax._bits import AnyBits, AverageBits
 from dafjax._contexts import AS_PLANNED, putting_in_force, standing_in
 from dafjax._numbers import align, as_count, parse_nbytes, readable
 from dafjax._plan.plan import place_of, record_plans, site_names
 from dafjax._remat_compress import remat_compress
-from dafjax._targets import AverageBits
 
 
 # A gradient whose norm is at most this fraction of the total is zero up to rounding.

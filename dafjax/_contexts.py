@@ -1,7 +1,7 @@
 """Settings that hold while functions are traced inside a `with` block.
 
-They are a transform in place of `remat_compress`, for comparisons, and the active bit
-allocation.
+They are a transform in place of `remat_compress`, for comparisons; the options that
+`dafjax.jit` chose; and the active bit allocation.
 """
 
 import contextlib
@@ -53,6 +53,46 @@ _STAND_IN = jax.make_user_context(None)
 def current_stand_in() -> StandIn | None:
     """Returns the active transform override, if any."""
     return _STAND_IN.value
+
+
+@final
+class Choice:
+    """Options of wrapped functions that `dafjax.jit` tries; counts their calls.
+
+    Each instance is equal only to itself, and is part of the keys of JAX's caches.
+
+    Attributes:
+        bits: Bits of a code; `None` for the function itself.
+        rematerialize: Whether the forward pass runs twice.
+        num_calls: How many wrapped functions were traced with these options.
+    """
+
+    def __init__(self, bits: int | None, *, rematerialize: bool = False) -> None:
+        self.bits = bits
+        self.rematerialize = rematerialize
+        self.num_calls = 0
+
+    def __str__(self) -> str:
+        if self.bits is None:
+            return "plain"
+        again = ", rematerialize=True" if self.rematerialize else ""
+        return f"bits={self.bits}{again}"
+
+
+@contextlib.contextmanager
+def choosing(choice: Choice) -> Iterator[None]:
+    """Gives these options to wrapped functions within a `with` block."""
+    with _CHOICE(choice):
+        yield
+
+
+# Unlike a `contextvars.ContextVar`, it is part of the keys of JAX's caches.
+_CHOICE: Any = jax.make_user_context(None)
+
+
+def current_choice() -> Choice | None:
+    """Returns the options that wrapped functions get, if any."""
+    return _CHOICE.value
 
 
 @final

@@ -13,7 +13,16 @@ import numpy as np
 from jax.api_util import debug_info
 from jax.core import Tracer
 
-from dafjax._bits import AnyBits, Bits, as_bits, matches
+from dafjax._bits import (
+    AnyBits,
+    AverageBits,
+    Bits,
+    Budget,
+    NoiseCeiling,
+    Target,
+    as_bits,
+    matches,
+)
 from dafjax._call import (
     StaticArguments,
     bind,
@@ -24,13 +33,12 @@ from dafjax._call import (
     run,
     unwritten,
 )
-from dafjax._contexts import current_stand_in
+from dafjax._contexts import Choice, current_choice, current_stand_in
 from dafjax._derivative import with_compressed_residuals
 from dafjax._numbers import shown
 from dafjax._passes.pipeline import NAMES
 from dafjax._rules import Options
 from dafjax._schedule.steps import Ties
-from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target
 from dafjax._trace.tracing import (
     ClosedJaxpr,
     as_function,
@@ -228,6 +236,11 @@ def _wrap(
         stand_in = current_stand_in()
         if stand_in is not None:
             return stand_in(_of_leaves(fun, call.static, structure, leaves), leaves)
+        choice = current_choice()
+        if choice is not None:
+            choice.num_calls += 1
+            if choice.bits is None:
+                return _of_leaves(fun, call.static, structure, leaves)(*leaves)
         activations = call.leaf_numbers(
             positions("activation_argnums", activation_argnums, args)
         )
@@ -294,14 +307,34 @@ class _TraceCache:
         )
         traced = self._entries.get(key)
         if traced is None:
-            traced = _trace(
-                self._fun, self._options, static, structure, leaves, activations
-            )
+            options = _chosen(self._options, current_choice())
+            traced = _trace(self._fun, options, static, structure, leaves, activations)
             if not any(isinstance(const, Tracer) for const in traced.consts):
                 self._entries[key] = traced
                 if len(self._entries) > self._MAX_ENTRIES:
                     self._entries.popitem(last=False)
         return traced
+
+
+def _chosen(options: Options, choice: Choice | None) -> Options:
+    """Returns the options with those that `dafjax.jit` chose, if it did.
+
+    Raises:
+        NotImplementedError: The store's bits change at run time.
+    """
+    if choice is None or choice.bits is None:
+        return options
+    if not isinstance(options.store, AbstractStaticStore):
+        raise NotImplementedError(
+            "`dafjax.jit(memory=...)` chooses fixed bits, for `dafjax.stores.Arrays()` "
+            f"and `Host()`, but a wrapped function has `store={options.store!r}`. "
+            "Leave out the store, or use `jax.jit`."
+        )
+    return dataclasses.replace(
+        options,
+        bits=as_bits(choice.bits, "jit"),
+        rematerialize=options.rematerialize or choice.rematerialize,
+    )
 
 
 def _trace(

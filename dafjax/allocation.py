@@ -30,8 +30,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
+from dafjax._bits import AverageBits, Budget, NoiseCeiling, Target
 from dafjax._numbers import as_count, as_real, readable
-from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target
 
 
 # The bit widths whose codes are prefixes of each other.

@@ -7,8 +7,7 @@ from typing import Any, TypeVar, cast
 import jax
 
 from dafjax import _remat_compress
-from dafjax._bits import AnyBits
-from dafjax._targets import Target as BitsTarget
+from dafjax._bits import AnyBits, Target as BitsTarget
 from dafjax.policies import AbstractPolicy
 from dafjax.stores import AbstractStore
 

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 
 from dafjax import _remat_compress
-from dafjax._bits import AnyBits
-from dafjax._targets import Target
+from dafjax._bits import AnyBits, Target
 from dafjax.policies import AbstractPolicy
 from dafjax.stores import AbstractStore
 

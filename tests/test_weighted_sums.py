@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from dafjax._sensitivity.weighted_sums import ONE, Weight, WeightedSums
+from dafjax._sensitivity.moments import ONE, Weight, WeightedSums
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

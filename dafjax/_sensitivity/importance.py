@@ -45,11 +45,12 @@ from dafjax._sensitivity.moments import (
     Moments,
     RowMeans,
     Signals,
+    Weight,
+    WeightedSums,
     moments_of_rows,
     sample_energy,
     sample_rows,
 )
-from dafjax._sensitivity.weighted_sums import Weight, WeightedSums
 from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.rules import Combines
 

@@ -3,8 +3,8 @@
 import abc
 from collections.abc import Sequence
 
+from dafjax._bits import Target
 from dafjax._numbers import Array, ArrayTree, Like
-from dafjax._targets import Target
 from dafjax.codecs import AbstractCodec, Affine
 
 

@@ -10,10 +10,10 @@ from typing import final
 
 import jax
 
+from dafjax._bits import Target
 from dafjax._contexts import BitsInForce, bits_in_force
 from dafjax._native import ledger_note, pool_hash
 from dafjax._numbers import Array, ArrayTree, Like
-from dafjax._targets import Target
 from dafjax.codecs import AbstractCodec, Affine
 from dafjax.stores._abstract import AbstractStore
 from dafjax.stores._codecs import LADDER, AdaptiveAffine

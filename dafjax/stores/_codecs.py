@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dafjax._bits import Target
 from dafjax._native import pool_get, pool_put
 from dafjax._numbers import Array, Like
-from dafjax._targets import Target
 from dafjax.codecs import AbstractCodec, Affine, PackedAffine
 from dafjax.codecs._abstract import from_rows, to_rows
 from dafjax.codecs._affine import as_seed

@@ -9,9 +9,9 @@ from typing import Any, NoReturn, Self, final
 
 import numpy as np
 
+from dafjax._bits import AverageBits, Budget, NoiseCeiling, Target, as_number
 from dafjax._native import StaleHandle, make_pool, pool_hash, pool_note
 from dafjax._numbers import Array, Like, as_count, parse_nbytes, readable, shown
-from dafjax._targets import AverageBits, Budget, NoiseCeiling, Target, as_number
 from dafjax.codecs import AbstractCodec, Affine
 from dafjax.stores._abstract import AbstractStore
 from dafjax.stores._codecs import LADDER, PooledAffine

@@ -1,0 +1,184 @@
+"""`dafjax.jit` chooses the least noisy program that fits into a limit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dafjax
+from dafjax import _jit
+
+
+DEPTH, WIDTH, BATCH = 8, 128, 1024
+NO_FUNCTION: Any = 3
+
+
+def loss(weights, x):
+    for w in weights:
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+@pytest.fixture(scope="module")
+def example():
+    weights = jax.random.normal(jax.random.key(0), (DEPTH, WIDTH, WIDTH)) / 11
+    return list(weights), jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+
+
+def sgd(wrap):
+    def step(weights, x):
+        value, gradient = jax.value_and_grad(wrap(loss))(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), value
+
+    return step
+
+
+def total_nbytes(step, *arguments, **options):
+    compiled = jax.jit(step, **options).lower(*arguments).compile()
+    memory: Any = compiled.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+
+
+@pytest.fixture(scope="module")
+def plain_nbytes(example):
+    return total_nbytes(sgd(lambda loss: loss), *example)
+
+
+def test_with_room_it_is_plain(example, plain_nbytes):
+    step = dafjax.jit(sgd(dafjax.remat_compress), memory=plain_nbytes)
+    expected = jax.jit(sgd(lambda loss: loss))(*example)
+    jax.tree.map(np.testing.assert_array_equal, step(*example), expected)
+    report = step.report()
+    assert report.options == "plain"
+    assert report.memory.total_nbytes == plain_nbytes
+
+
+def test_it_fits_and_noise_falls_as_the_limit_grows(example, plain_nbytes):
+    wrapped = sgd(dafjax.remat_compress)
+    noise = []
+    exact = jax.jit(sgd(lambda loss: loss))(*example)[0]
+    for share in (0.42, 0.5, 0.9, 1.0):
+        limit = int(share * plain_nbytes)
+        step = dafjax.jit(wrapped, memory=limit)
+        weights, _ = step(*example)
+        report = step.report()
+        assert report.memory.total_nbytes <= limit
+        compiled = [tried for tried in report.tried if tried.compiled]
+        assert len(compiled) <= 3
+        # What it says is what runs.
+        lowered: Any = step.lower(*example).compile().memory_analysis()
+        assert lowered.temp_size_in_bytes == report.memory.temp_nbytes
+        noise.append(
+            sum(
+                float(jnp.sum((a - b) ** 2))
+                for a, b in zip(weights, exact, strict=True)
+            )
+        )
+    assert noise == sorted(noise, reverse=True)
+    assert noise[0] > noise[-1] == 0
+
+
+def test_what_does_not_fit_is_an_error_with_the_smallest_need(example):
+    step = dafjax.jit(sgd(dafjax.remat_compress), memory="1MiB")
+    with pytest.raises(ValueError, match=r"smallest program found needs \d"):
+        step(*example)
+
+
+def test_donated_arguments_count_once(example, plain_nbytes):
+    options = {"donate_argnums": 0}
+    donating = total_nbytes(sgd(lambda loss: loss), *example, **options)
+    assert donating < plain_nbytes
+    step = dafjax.jit(sgd(dafjax.remat_compress), memory=donating, **options)
+    step(jax.tree.map(jnp.copy, example[0]), example[1])
+    assert step.report().options == "plain"
+
+
+def test_other_shapes_are_another_program(example, plain_nbytes):
+    weights, x = example
+    step = dafjax.jit(sgd(dafjax.remat_compress), memory=plain_nbytes // 2)
+    step(weights, x)
+    assert step.report().options != "plain"
+    step(weights, x[:64])
+    assert step.report().options == "plain"
+    step(weights, x)
+    assert step.report().options != "plain"
+
+
+def test_a_call_compiles_once(example, plain_nbytes):
+    traces = []
+
+    @dafjax.remat_compress
+    def counted(weights, x):
+        traces.append(None)
+        return loss(weights, x)
+
+    step = dafjax.jit(jax.grad(counted), memory=plain_nbytes)
+    step(*example)
+    count = len(traces)
+    step(*example)
+    assert len(traces) == count
+
+
+def test_a_wrong_prediction_is_made_good(example, plain_nbytes, monkeypatch):
+    """Negative control: the compiler decides, not the model."""
+    monkeypatch.setattr(_jit, "predict_temp_nbytes", lambda closed: 1000)
+    limit = plain_nbytes // 2
+    step = dafjax.jit(sgd(dafjax.remat_compress), memory=limit)
+    step(*example)
+    report = step.report()
+    assert report.tried[0].compiled.total_nbytes > limit >= report.memory.total_nbytes
+    assert "too large" in str(report)
+    assert "chosen" in str(report)
+
+
+def test_static_arguments_and_methods(example, plain_nbytes):
+    class Trainer:
+        @dafjax.jit(memory=plain_nbytes, static_argnums=(0, 3))
+        def step(self, weights, x, rate):
+            gradient = jax.grad(dafjax.remat_compress(loss))(weights, x)
+            return jax.tree.map(lambda w, g: w - rate * g, weights, gradient)
+
+    weights = Trainer().step(*example, 0.1)
+    assert jax.tree.map(jnp.shape, weights) == jax.tree.map(jnp.shape, example[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: dafjax.jit(NO_FUNCTION, memory=1),
+            TypeError,
+            "must be given a function",
+        ),
+        (lambda: dafjax.jit(loss, memory="much"), ValueError, "memory"),
+        (lambda: dafjax.jit(loss, memory="1GiB").report(), RuntimeError, "call the"),
+        (
+            lambda: dafjax.jit(loss, memory="1GiB")([], jnp.ones(3)),
+            ValueError,
+            "calls no",
+        ),
+        (
+            lambda: jax.jit(dafjax.jit(loss, memory="1GiB"))([], jnp.ones(3)),
+            ValueError,
+            "round the whole step",
+        ),
+    ],
+)
+def test_errors_name_the_remedy(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_store_that_changes_bits_is_refused(example):
+    with dafjax.stores.PagePool() as pool:
+        wrapped = dafjax.remat_compress(loss, store=pool)
+        step = dafjax.jit(jax.grad(wrapped), memory="3MiB")
+        with pytest.raises(NotImplementedError, match="Leave out the store"):
+            step(*example)
