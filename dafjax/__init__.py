@@ -31,7 +31,12 @@ from dafjax._estimate import (
     estimate as estimate,
     fit_batch as fit_batch,
 )
-from dafjax._jit import Jit as Jit, Report as Report, Tried as Tried, jit as jit
+from dafjax._jit import (
+    Jit as Jit,
+    JitReport as JitReport,
+    TriedProgram as TriedProgram,
+    jit as jit,
+)
 from dafjax._native import (
     CudaStatus as CudaStatus,
     cuda_status as cuda_status,

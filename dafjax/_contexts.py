@@ -62,7 +62,7 @@ class Choice:
     Each instance is equal only to itself, and is part of the keys of JAX's caches.
 
     Attributes:
-        bits: Bits of a code; `None` for the function itself.
+        bits: Bits of a code; `None` for no codes.
         rematerialize: Whether the forward pass runs twice.
         num_calls: How many wrapped functions were traced with these options.
     """
@@ -74,9 +74,14 @@ class Choice:
 
     def __str__(self) -> str:
         if self.bits is None:
-            return "plain"
+            return "plain" if self.is_plain else 'rematerialize="exact"'
         again = ", rematerialize=True" if self.rematerialize else ""
         return f"bits={self.bits}{again}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the function runs as JAX has it."""
+        return self.bits is None and not self.rematerialize
 
 
 @contextlib.contextmanager

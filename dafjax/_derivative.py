@@ -23,7 +23,15 @@ from dafjax._passes.pipeline import Context, run_passes
 from dafjax._plan.plan import current_recorder, find_brief
 from dafjax._plan.planner import make_plan
 from dafjax._plan.segments import cut
-from dafjax._rules import Options, PlainRule, RerunRule, Rule, ScheduledRule, Stages
+from dafjax._rules import (
+    ExactRule,
+    Options,
+    PlainRule,
+    RerunRule,
+    Rule,
+    ScheduledRule,
+    Stages,
+)
 from dafjax._trace.bodies import Body, has_bodies, perturbed_values, with_wrapped_bodies
 from dafjax._trace.equation import look_up
 from dafjax._trace.graph import mark_as_wrapped, stopped_outputs
@@ -132,7 +140,8 @@ def with_compressed_residuals(
                 always_perturbed=tuple(perturbed),
             )
         )
-    segments, results = cut(closed, activations)
+    is_exact = options.rematerialize == "exact"
+    segments, results = cut(closed, activations, is_exact=is_exact)
     moving = perturbed_values(closed, perturbed)
     # Segments that are not recomputed store their residuals at the same time, so they
     # share the allowance for more bits of small residuals. The loops of a segment count
@@ -221,6 +230,8 @@ class _Part:
             # The seed becomes the first argument.
             perturbed, shift = (False, *perturbed), 1
         numbers = tuple(number + shift for number in self.activations)
+        if options.rematerialize == "exact" and not recorded:
+            return self._exact(perturbed, source)
         # Inner wrapped functions are traced here. The outermost decides, so their
         # residuals are part of this plan.
         with _absorbing():
@@ -242,7 +253,8 @@ class _Part:
         # Residuals of a body are never short-lived: other iterations run meanwhile.
         if self.iterations is None and not options.store.takes_brief:
             plan = dataclasses.replace(plan, brief=find_brief(plan))
-        if plan.compresses or options.policy.is_binding:
+        repeats = self.runs_again and options.rematerialize == "exact"
+        if plan.compresses or options.policy.is_binding or repeats:
             stages = Stages(traced, context, plan, options, iterations)
             if self.runs_again:
                 return RerunRule(plan, program, options, numbers, stages)
@@ -253,6 +265,14 @@ class _Part:
             plan = make_plan(program, policy=SaveAll(), bits=options.bits)
             return ScheduledRule(plan, options)
         return PlainRule(perturbed, self.differentiable, as_function(source))
+
+    def _exact(self, perturbed: tuple[bool, ...], source: ClosedJaxpr) -> Rule:
+        function = as_function(source)
+        if not self.runs_again:
+            return PlainRule(perturbed, self.differentiable, function)
+        return ExactRule(
+            perturbed, self.differentiable, function, self.activations, self.slices
+        )
 
     def seed_of(self, seed: Any, perturbed: Sequence[Any]) -> jax.Array:
         """Returns the seed of the noise of one step, given the perturbed arguments."""

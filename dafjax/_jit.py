@@ -28,7 +28,7 @@ def _choices() -> tuple[Choice, ...]:
         for bits in (8, 4, 2)
         for again in (False, True)
     )
-    return (Choice(None), *compressed)
+    return (Choice(None), Choice(None, rematerialize=True), *compressed)
 
 
 def jit(
@@ -39,8 +39,9 @@ def jit(
     Use it like `jax.jit`, on a whole training step that calls functions wrapped by
     `remat_compress`. It chooses their options `bits` and `rematerialize`: of the
     programs that fit, the one with the least noise, and of these the fastest. It tries,
-    in this order: plain JAX; 8, 4 and 2 bits, each first without and then with
-    `rematerialize`. The other options of `remat_compress` stay as they are.
+    in this order: plain JAX; `rematerialize="exact"`; 8, 4 and 2 bits, each first
+    without and then with `rematerialize=True`. The other options of `remat_compress`
+    stay as they are.
 
     The limit covers the memory that the step holds while it runs: arguments, temporary
     arrays, and results that do not reuse donated arguments. Leave room for the rest of
@@ -86,7 +87,7 @@ def jit(
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Tried:
+class TriedProgram:
     """A program that was considered.
 
     Attributes:
@@ -103,7 +104,7 @@ class Tried:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Report:
+class JitReport:
     """What `dafjax.jit` chose for arguments of given shapes. Prints as a table.
 
     Attributes:
@@ -116,7 +117,7 @@ class Report:
     limit_nbytes: int
     options: str
     memory: StepMemory
-    tried: tuple[Tried, ...]
+    tried: tuple[TriedProgram, ...]
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("options", "predicted", "compiled", "")]
@@ -148,8 +149,8 @@ class Jit:
         self._limit = limit_nbytes
         self._jitted: Any = jax.jit(step, **options)
         # Keyed by structure, shapes, dtypes and static arguments.
-        self._programs: dict[Any, tuple[Choice, Report]] = {}
-        self._last: Report | None = None
+        self._programs: dict[Any, tuple[Choice, JitReport]] = {}
+        self._last: JitReport | None = None
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +167,7 @@ class Jit:
         with choosing(self._choice(args, kwargs)):
             return self._jitted.lower(*args, **kwargs)
 
-    def report(self) -> Report:
+    def report(self) -> JitReport:
         """Returns what was chosen, and why, for the shapes of the last call.
 
         Raises:
@@ -233,7 +234,7 @@ class _Search:
         self._fixed = 0
         self._scale: dict[bool, float] = {}
 
-    def run(self) -> tuple[Choice, Report]:
+    def run(self) -> tuple[Choice, JitReport]:
         """Returns the options that were chosen, and why."""
         best: Choice | None = None
         for _ in range(_MOST_COMPILES):
@@ -245,10 +246,11 @@ class _Search:
         if best is None:
             raise self._too_little()
         tried = (
-            Tried(str(c), self._total(c), self._compiled.get(c)) for c in self._choices
+            TriedProgram(str(c), self._total(c), self._compiled.get(c))
+            for c in self._choices
         )
         memory = self._compiled[best]
-        return best, Report(self._limit, str(best), memory, tuple(tried))
+        return best, JitReport(self._limit, str(best), memory, tuple(tried))
 
     def _next(self, best: Choice | None) -> Choice | None:
         """Returns what to compile next: less noisy than the best so far."""
@@ -287,7 +289,7 @@ class _Search:
         predicted = self._predicted.get(choice)
         if predicted is None:
             return None
-        scale = self._scale.get(choice.bits is None, 1.0)
+        scale = self._scale.get(choice.is_plain, 1.0)
         return self._fixed + math.ceil(scale * predicted)
 
     def _compile(self, choice: Choice) -> StepMemory:
@@ -297,7 +299,7 @@ class _Search:
         self._compiled[choice] = memory
         self._fixed = memory.total_nbytes - memory.temp_nbytes
         predicted = max(self._predicted[choice], 1)
-        self._scale[choice.bits is None] = memory.temp_nbytes / predicted
+        self._scale[choice.is_plain] = memory.temp_nbytes / predicted
         return memory
 
     def _too_little(self) -> ValueError:

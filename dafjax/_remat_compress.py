@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ from dafjax._trace.tracing import (
     trace,
     trace_context,
 )
-from dafjax.policies import AbstractPolicy, SaveSaveable, as_policy
+from dafjax.policies import AbstractPolicy, SaveAll, SaveSaveable, as_policy
 from dafjax.stores import AbstractStore, Arrays
 from dafjax.stores._arrays import AbstractStaticStore
 
@@ -60,7 +60,7 @@ def remat_compress(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     activation_argnums: int | Sequence[int] = (),
-    rematerialize: bool = False,
+    rematerialize: bool | Literal["exact"] = False,
     max_parts: int | None = None,
     without_passes: Sequence[str] = (),
     seed: int | jax.Array = 0,
@@ -112,6 +112,8 @@ def remat_compress(
             each iteration is recomputed. Recomputed values have the error of the 8
             bits: ReLU masks flip for values near 0. Segments with callbacks that read
             or write (`io_callback`) run once. Needs a store with fixed bits.
+            `"exact"`: such segments without any codes, as `jax.checkpoint` of each
+            would do it. Gradients have no noise, and `bits` has no effect.
         max_parts: Maximum number of batch chunks per stage of the backward pass. With n
             chunks, unpacked residuals and the values computed from them exist for 1/n
             of the batch at a time. Each chunk launches every operation again. `None`: 8
@@ -182,6 +184,14 @@ def remat_compress(
             f"`Host()`, with fixed `bits`, but got `{checked_store!r}`."
         )
     checked_policy = as_policy(policy, "remat_compress(policy=...)")
+    recomputes = _checked_rematerialize(rematerialize)
+    is_exact = recomputes == "exact"
+    if is_exact and policy is not None:
+        raise ValueError(
+            '`remat_compress(rematerialize="exact")` saves only values between '
+            f"segments, so that no policy decides, but got `policy={policy!r}`. Leave "
+            "out either."
+        )
     if rematerialize and isinstance(checked_policy, SaveSaveable):
         raise NotImplementedError(
             "`remat_compress(rematerialize=True)` keeps only the values between "
@@ -200,10 +210,12 @@ def remat_compress(
         bits=Bits() if bits is None else as_bits(bits, "remat_compress(bits=...)"),
         store=checked_store,
         ties=Ties(),
-        rematerialize=_checked_flag("rematerialize", rematerialize),
+        rematerialize=recomputes,
         max_parts=_checked_max_parts(max_parts),
         without_passes=_checked_passes(without_passes),
     )
+    if is_exact:
+        options = _without_codes(options)
     if bits is None:
         return fun
     return _wrap(
@@ -239,7 +251,7 @@ def _wrap(
         choice = current_choice()
         if choice is not None:
             choice.num_calls += 1
-            if choice.bits is None:
+            if choice.is_plain:
                 return _of_leaves(fun, call.static, structure, leaves)(*leaves)
         activations = call.leaf_numbers(
             positions("activation_argnums", activation_argnums, args)
@@ -322,7 +334,7 @@ def _chosen(options: Options, choice: Choice | None) -> Options:
     Raises:
         NotImplementedError: The store's bits change at run time.
     """
-    if choice is None or choice.bits is None:
+    if choice is None:
         return options
     if not isinstance(options.store, AbstractStaticStore):
         raise NotImplementedError(
@@ -330,10 +342,20 @@ def _chosen(options: Options, choice: Choice | None) -> Options:
             f"and `Host()`, but a wrapped function has `store={options.store!r}`. "
             "Leave out the store, or use `jax.jit`."
         )
+    if choice.bits is None:
+        return _without_codes(options)
     return dataclasses.replace(
         options,
         bits=as_bits(choice.bits, "jit"),
         rematerialize=options.rematerialize or choice.rematerialize,
+    )
+
+
+def _without_codes(options: Options) -> Options:
+    """Returns the options with `rematerialize="exact"`."""
+    # Rewrites change the last bits of gradients.
+    return dataclasses.replace(
+        options, rematerialize="exact", policy=SaveAll(), without_passes=NAMES
     )
 
 
@@ -432,6 +454,17 @@ def _checked_flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
             f"`remat_compress({name}=...)` must be a bool, but got `{value!r}`."
+        )
+    return bool(value)
+
+
+def _checked_rematerialize(value: Any) -> bool | Literal["exact"]:
+    if isinstance(value, str) and value == "exact":
+        return "exact"
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            '`remat_compress(rematerialize=...)` must be a bool or `"exact"`, but got '
+            f"`{value!r}`."
         )
     return bool(value)
 

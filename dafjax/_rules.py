@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 from jax import lax
@@ -39,7 +39,7 @@ class Options:
     bits: Bits
     store: AbstractStore
     ties: Ties
-    rematerialize: bool
+    rematerialize: bool | Literal["exact"]
     max_parts: int | None
     without_passes: tuple[str, ...] = ()
 
@@ -121,6 +121,59 @@ class PlainRule(Rule):
 
 
 @final
+class ExactRule(Rule):
+    """Stores the arguments as they are, and recomputes the function from them.
+
+    Like `jax.checkpoint`, but with barriers that XLA:CPU keeps: it cannot merge the
+    second run with the first, nor begin it before the cotangents are there.
+    """
+
+    def __init__(
+        self,
+        perturbed: tuple[bool, ...],
+        differentiable: tuple[bool, ...],
+        function: Callable[..., list[Any]],
+        activations: Sequence[int],
+        slices: Sequence[int],
+    ) -> None:
+        self.perturbed = perturbed
+        self._differentiable = differentiable
+        self._function = function
+        self._activations = activations
+        moving = itertools.compress(itertools.count(), perturbed)
+        self._are_whole = [number not in slices for number in moving]
+
+    def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        del seed
+        return self._function(*arguments), list(arguments)
+
+    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
+        arguments = list(residuals)
+        stored = [arguments[number] for number in self._activations]
+        held = tie(*stored, *cotangents)
+        for number, value in zip(self._activations, held, strict=False):
+            arguments[number] = value
+        _, pullback = vjp_of_perturbed(
+            self._function, arguments, self.perturbed, self._differentiable
+        )
+        gradients = pullback(list(held[len(stored) :]))
+        return _finished(gradients, self._are_whole)
+
+
+def _finished(gradients: Sequence[Any], are_whole: Sequence[bool]) -> list[Any]:
+    """Returns the gradients of a recomputed function after a barrier.
+
+    Without it, unfinished work on gradients would keep recomputed values alive.
+    Gradients of slices need none: a loop stacks them at once.
+    """
+    tied = iter(tie(*itertools.compress(gradients, are_whole)))
+    return [
+        next(tied) if is_whole else gradient
+        for gradient, is_whole in zip(gradients, are_whole, strict=True)
+    ]
+
+
+@final
 class ScheduledRule(Rule):
     """Runs both passes equation by equation, as a plan and its schedule say."""
 
@@ -162,7 +215,10 @@ class RerunRule(Rule):
         self.stages = stages
         self.perturbed = program.perturbed
         of_arguments = plan_arguments(
-            plan, program, bits=options.bits, activations=activations
+            plan,
+            program,
+            bits=None if options.rematerialize == "exact" else options.bits,
+            activations=activations,
         )
         # The results of the second run are not used.
         without_results = dataclasses.replace(plan.program, results=())
@@ -198,13 +254,7 @@ class RerunRule(Rule):
         gradients = self._backward(kept, stored, cotangents)
         if not self._ties.outgoing:
             return gradients
-        # Without this barrier, unfinished work on gradients would keep unpacked values
-        # alive. Gradients of slices need none: a loop stacks them at once.
-        tied = iter(tie(*itertools.compress(gradients, self._are_whole)))
-        return [
-            next(tied) if is_whole else gradient
-            for gradient, is_whole in zip(gradients, self._are_whole, strict=True)
-        ]
+        return _finished(gradients, self._are_whole)
 
 
 @final

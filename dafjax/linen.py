@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 
@@ -38,7 +38,7 @@ def remat_compress(
     bits: AnyBits | BitsTarget | None = 2,
     store: AbstractStore | None = None,
     activation_argnums: int | Sequence[int] | None = None,
-    rematerialize: bool = False,
+    rematerialize: bool | Literal["exact"] = False,
     max_parts: int | None = None,
     without_passes: Sequence[str] = (),
     seed: int | jax.Array = 0,

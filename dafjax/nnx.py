@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -29,7 +29,7 @@ def remat_compress(
     store: AbstractStore | None = None,
     static_argnums: int | Sequence[int] = (),
     activation_argnums: int | Sequence[int] | None = None,
-    rematerialize: bool = False,
+    rematerialize: bool | Literal["exact"] = False,
     max_parts: int | None = None,
     without_passes: Sequence[str] = (),
     seed: int | jax.Array = 0,

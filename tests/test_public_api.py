@@ -21,7 +21,7 @@ def test_the_top_level_has_these_names():
     modules |= {"report"}
     functions = {"remat_compress", "saved_residuals", "print_saved_residuals"}
     functions |= {"adaptive_jit", "estimate", "fit_batch", "custom_calls"}
-    functions |= {"cuda_status", "assess", "explain"}
+    functions |= {"cuda_status", "assess", "explain", "jit"}
     results = {
         "AdaptiveJit",
         "ArrayNoise",
@@ -37,6 +37,9 @@ def test_the_top_level_has_these_names():
         "Estimate",
         "StepMemory",
         "FittedBatch",
+        "Jit",
+        "JitReport",
+        "TriedProgram",
     }
     # These are there where a test has imported them: they need Flax.
     names = public_names(dafjax) - {"linen", "nnx"}

@@ -388,7 +388,11 @@ def _find_forms(
 
 
 def plan_arguments(
-    plan: ProgramPlan, program: Program, *, bits: Bits, activations: Iterable[int]
+    plan: ProgramPlan,
+    program: Program,
+    *,
+    bits: Bits | None,
+    activations: Iterable[int],
 ) -> ProgramPlan:
     """Decides how to store the arguments that a function is recomputed from.
 
@@ -398,7 +402,7 @@ def plan_arguments(
     Args:
         plan: The plan of the function for when it is recomputed.
         program: The function that the plan was made of.
-        bits: The bits of other residuals.
+        bits: The bits of other residuals; `None` to store activations as they are.
         activations: The arguments that nothing keeps alive.
 
     Returns:
@@ -420,9 +424,9 @@ def plan_arguments(
                 program,
                 value,
                 None,
-                _decide_argument(program.avals[value]),
+                Save() if bits is None else _decide_argument(program.avals[value]),
                 _default_codec(
-                    bits.of((), Use.AMPLIFIED),
+                    (bits or Bits()).of((), Use.AMPLIFIED),
                     tuple(program.avals[value].shape),
                     has_channels=value in channels,
                 ),

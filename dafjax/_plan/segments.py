@@ -68,7 +68,7 @@ class Segment:
 
 
 def cut(
-    closed: ClosedJaxpr, activations: Sequence[int]
+    closed: ClosedJaxpr, activations: Sequence[int], *, is_exact: bool = False
 ) -> tuple[tuple[Segment, ...], tuple[Atom, ...]]:
     """Cuts a program, not differentiated yet, into segments.
 
@@ -78,6 +78,7 @@ def cut(
     Args:
         closed: The program.
         activations: Its arguments that nothing keeps alive for the backward pass.
+        is_exact: Whether values are stored as they are, not in codes.
 
     Returns:
         The segments, in order, and the results of the program. Values are numbered as
@@ -92,8 +93,9 @@ def cut(
     cheap = set(equations).difference(others)
     cuts = _choose(
         _find_cuts(graph, others, alive),
-        [_effort(graph, eqn) for eqn in others],
+        [_effort(graph, eqn, is_exact=is_exact) for eqn in others],
         starts_from_arguments=not activations,
+        bits=(1, 1) if is_exact else (config.BETWEEN_BITS, config.WITHIN_BITS),
     )
     segments = []
     for start, end in itertools.pairwise((0, *cuts, len(others))):
@@ -158,20 +160,31 @@ def _reductions(
     return found
 
 
-def _effort(graph: Graph, equation: Equation) -> int:
+def _effort(graph: Graph, equation: Equation, *, is_exact: bool) -> int:
     """Returns the largest number of an equation's elements that a plan would store."""
-    if equation.rule.is_cheap and not equation.is_amplifying:
+    is_free = equation.rule.adds_or_moves if is_exact else not equation.is_amplifying
+    if equation.rule.is_cheap and is_free:
         return 0
     return sum(graph.avals[v].size for v in equation.outputs)
 
 
 def _choose(
-    cuts: Mapping[int, int], efforts: Sequence[int], *, starts_from_arguments: bool
+    cuts: Mapping[int, int],
+    efforts: Sequence[int],
+    *,
+    starts_from_arguments: bool,
+    bits: tuple[int, int],
 ) -> tuple[int, ...]:
     """Returns the possible cuts that need the least memory.
 
     A segment that starts from arguments alone is not recomputed, so all its residuals
     stay stored.
+
+    Args:
+        cuts: The elements stored at each possible cut.
+        efforts: The elements that a plan would store for each equation.
+        starts_from_arguments: Whether the first segment does.
+        bits: Bits per element between segments, and within one.
     """
     sums = (0, *itertools.accumulate(efforts))
 
@@ -181,7 +194,7 @@ def _choose(
         within = [sums[end] - sums[start] for start, end in bounds]
         always = within.pop(0) if starts_from_arguments else 0
         most = max(within, default=0)
-        return between * config.BETWEEN_BITS + (always + most) * config.WITHIN_BITS
+        return between * bits[0] + (always + most) * bits[1]
 
     possible = sorted(cuts)
     firsts = possible[: config.MOST_FIRST_CUTS] if starts_from_arguments else []
