@@ -88,6 +88,8 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.step_memory --batch 64 --no-saved --no-temp --time --rss \
 	  --out benchmarks/results/step_time.json
 	$(RUN) -m benchmarks.gradient_noise
+	$(RUN) -m benchmarks.zoo_memory
+	$(RUN) -m benchmarks.memory_model
 	$(RUN) -m benchmarks.passes
 	$(RUN) -m benchmarks.codec_throughput
 	$(RUN) -m benchmarks.block_layout

@@ -124,7 +124,7 @@ _PROGRAMS: dict[str, tuple[Callable[..., jax.Array], Callable[[], Any], float]] 
         ),
         1.02,
     ),
-    "cholesky": (cholesky, lambda: (_normal(64, 64), _normal(384, 64)), 0.8),
+    "cholesky": (cholesky, lambda: (_normal(64, 64), _normal(384, 64)), 1.02),
     "of_pixels": (
         of_pixels,
         lambda: (

@@ -238,12 +238,12 @@ class _Decider:
 
 def _read_exactly(program: Program) -> set[int]:
     """Returns the values that the backward pass must not read from inexact codes."""
-    exact = {
-        value
-        for eqn in program.backward
-        if eqn.rule.error is Error.SEARCHES
-        for value in eqn.input_values
-    }
+    exact: set[int] = set()
+    for eqn in reversed(program.backward):
+        # Such as the triangles of a factor, from which the backward pass solves.
+        is_for_search = eqn.rule.is_cheap and not exact.isdisjoint(eqn.outputs)
+        if eqn.rule.error is Error.SEARCHES or is_for_search:
+            exact.update(eqn.input_values)
     # Divisors must be exact: a code near 0 may decode to 0.
     exact.update(eqn.divisor for eqn in program.backward if eqn.divisor is not None)
     return exact

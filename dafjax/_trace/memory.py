@@ -400,8 +400,9 @@ _SPECIAL: Mapping[str, _Special] = {
 
 
 def _is_zero(atom: Any) -> bool:
-    value = getattr(atom, "val", None)
-    return value is not None and np.ndim(value) == 0 and bool(value == 0)
+    value = np.asarray(getattr(atom, "val", 1))
+    # Tangents of integers have a dtype without numbers.
+    return value.ndim == 0 and value.dtype.kind in "biufc" and value == 0
 
 
 @final
