@@ -22,7 +22,7 @@ _MOST_COMPILES = 3
 
 
 def _choices() -> tuple[Choice, ...]:
-    """Returns what is tried: the least noisy first, then the fastest."""
+    """Returns the options to try: the least noisy first, then the fastest."""
     compressed = (
         Choice(bits, rematerialize=again)
         for bits in (8, 4, 2)
@@ -47,9 +47,9 @@ def jit(
     arrays, and results that do not reuse donated arguments. Leave room for the rest of
     the process.
 
-    A static model predicts which programs fit (it knows XLA:CPU, and is scaled to what
-    the compiler says of the first program). The compiler's own figure decides. It
-    compiles at most three programs for arguments of the same shapes.
+    A static model of XLA:CPU predicts which programs fit; the compiler's figure for the
+    first program corrects its scale. The compiler's own figure decides. At most three
+    programs are compiled for arguments of the same shapes.
 
     Args:
         step: The step, differentiation included.
@@ -168,7 +168,7 @@ class Jit:
             return self._jitted.lower(*args, **kwargs)
 
     def report(self) -> JitReport:
-        """Returns what was chosen, and why, for the shapes of the last call.
+        """Returns the choice for the shapes of the last call, and its reasons.
 
         Raises:
             RuntimeError: The step was not called before.

@@ -240,7 +240,7 @@ def _read_exactly(program: Program) -> set[int]:
     """Returns the values that the backward pass must not read from inexact codes."""
     exact: set[int] = set()
     for eqn in reversed(program.backward):
-        # Such as the triangles of a factor, from which the backward pass solves.
+        # For example the triangles of a factor, with which the backward pass solves.
         is_for_search = eqn.rule.is_cheap and not exact.isdisjoint(eqn.outputs)
         if eqn.rule.error is Error.SEARCHES or is_for_search:
             exact.update(eqn.input_values)

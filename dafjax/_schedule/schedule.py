@@ -253,8 +253,8 @@ class _Builder:
         self, inputs: Sequence[int], restored: Sequence[int]
     ) -> tuple[int, ...]:
         large = [v for v in inputs if self._program.is_large(v)]
-        # What is computed of arguments alone waits for the stage, as they do. Without a
-        # barrier XLA computes it where it is copied for the product.
+        # A value that is computed of arguments alone is delayed as they are. Without a
+        # barrier XLA computes it where it copies it for the product.
         decoded: set[int] = set()
         for value in restored:
             equation = self._recomputed.get(value)

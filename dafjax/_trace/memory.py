@@ -1,13 +1,13 @@
 """A static model of the temporary memory that XLA:CPU needs for a program.
 
-It reads a jaxpr and compiles nothing. It does what XLA does to a program, as far as
-memory depends on it:
+It reads a jaxpr and compiles nothing. It follows those steps of XLA's compiler that
+memory depends on:
 
 1. It inlines calls, merges equal operations and drops unused ones (`_Program`).
 2. It fuses cheap operations into the kernels that read their results (`_Fusion`).
 3. It orders the kernels (`_breadth_first`, `_depth_first`).
-4. It finds the first and last use of every buffer, computes in place, and puts buffers
-   into those of results that do not exist yet (`_Buffers`).
+4. It finds the first and last use of every buffer, computes in place, and reuses the
+   buffers of results before these exist (`_Buffers`).
 
 The largest sum of live buffers is the answer. `python -m benchmarks.memory_model`
 compares it with the compiler's.
@@ -441,7 +441,7 @@ class _Fusion:
             self._place(op)
 
     def _place(self, op: _Op) -> None:
-        """Decides in which kernels an operation is computed."""
+        """Finds the kernels that compute an operation."""
         (result, *others) = op.results
         if others or not op.is_fusible or result in self._program.outputs:
             return
@@ -473,7 +473,7 @@ class _Fusion:
         return user.is_fusible
 
     def _is_cheap_to_repeat(self, op: _Op) -> bool:
-        """Returns whether reading the operands moves no more bytes than the result."""
+        """Returns whether the operands are at most as large as the result."""
         if not (op.is_elementwise or op.name in _RESHAPES | {"broadcast_in_dim"}):
             return False
         nbytes, shape = self._program.nbytes, self._program.shape
@@ -493,7 +493,7 @@ class _Fusion:
     def kernels(self) -> list[_Kernel]:
         """Returns the kernels in the order of the program."""
         found: list[_Kernel] = []
-        # What a kernel that reads a value reads from memory.
+        # For each value, the buffers that a kernel reads to have it.
         of_value: dict[int, Mapping[int, bool]] = {
             value: {value: True} for value in self._program.arguments
         }
@@ -541,7 +541,7 @@ def _makers(kernels: Sequence[_Kernel]) -> dict[int, _Kernel]:
 def _breadth_first(program: _Program, kernels: Sequence[_Kernel]) -> list[_Kernel]:
     """Returns the kernels in the order of XLA:CPU's default scheduler.
 
-    A kernel runs as soon as what it reads is computed, in the order of a queue.
+    A kernel runs as soon as its operands are computed, in the order of a queue.
     """
     makers = _makers(kernels)
     # Each of several results takes one more turn of the queue.
@@ -621,7 +621,7 @@ class _Buffers:
         self._program = program
         first, count = carry
         arguments = program.arguments[first : first + count]
-        # The new value of what a loop carries belongs into the buffer of the old one.
+        # A loop writes the new value that it carries into the buffer of the old one.
         self._old = dict(zip(program.outputs, arguments, strict=False))
         self._is_loop = count > 0
         self._outputs = set(program.outputs)
@@ -707,7 +707,7 @@ class _Buffers:
     def _source(
         self, kernel: _Kernel, position: int, free: Sequence[int]
     ) -> int | None:
-        """Returns the value in whose buffer a result is computed, if there is one."""
+        """Returns the value whose buffer a result takes over, if there is one."""
         op, value = kernel.op, kernel.op.results[position]
         aliased = op.aliased(position)
         if aliased is not None:
@@ -731,7 +731,7 @@ class _Buffers:
         )
 
     def _beside_results(self) -> Iterator[int]:
-        """Finds the temporary buffers outside of those of results.
+        """Finds the temporary buffers that do not fit into buffers of results.
 
         XLA places the largest buffers first. One that ends before a result begins can
         be where the result will be.
