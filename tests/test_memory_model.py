@@ -116,3 +116,18 @@ def test_branches_count_once():
 
     x = normal(256, 256)
     assert x.nbytes <= predict_temp_nbytes(jax.make_jaxpr(branches)(x)) < 4 * x.nbytes
+
+
+def test_tangents_of_counters_are_no_numbers():
+    """JAX writes them as literals of a dtype that cannot be compared."""
+
+    def loss(weights, x):
+        def step(i, h):
+            return h + jnp.tanh(h @ weights[i])
+
+        return jnp.sum(lax.fori_loop(0, 3, step, x))
+
+    arguments = normal(3, 64, 64), normal(256, 64)
+    wrapped = dafjax.remat_compress(loss)
+    closed = jax.jit(jax.value_and_grad(wrapped)).trace(*arguments).jaxpr
+    assert predict_temp_nbytes(closed) > arguments[1].nbytes
