@@ -183,12 +183,17 @@ def lower(
     with standing_in(transform) as stand_in:
         lowered = jitted.lower(*args, **kwargs)
     if stand_in.num_calls == 0:
-        raise ValueError(
-            f"`{caller}(step, ...)`: `{getattr(step, '__name__', step)!s}` calls no "
-            "function wrapped by `remat_compress` (or one with `bits=None`). Wrap the "
-            "loss or its blocks first, and pass the step that differentiates it."
-        )
+        raise nothing_is_wrapped(caller, getattr(step, "__name__", step))
     return lowered
+
+
+def nothing_is_wrapped(caller: str, name: object) -> ValueError:
+    """Returns the error for a step that calls no wrapped function."""
+    return ValueError(
+        f"`{caller}(step, ...)`: `{name!s}` calls no function wrapped by "
+        "`remat_compress` (or one with `bits=None`). Wrap the loss or its blocks "
+        "first, and pass the step that differentiates it."
+    )
 
 
 def check_step(caller: str, step: Any) -> None:

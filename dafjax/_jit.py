@@ -11,7 +11,7 @@ from typing import Any, NoReturn, final
 import jax
 
 from dafjax._contexts import Choice, choosing
-from dafjax._estimate import StepMemory, measure
+from dafjax._estimate import StepMemory, measure, nothing_is_wrapped
 from dafjax._numbers import align, parse_nbytes, readable
 from dafjax._trace.memory import predict_temp_nbytes
 from dafjax._trace.tracing import is_tracing, trace_context
@@ -273,12 +273,7 @@ class _Search:
             with choosing(choice):
                 traced = self._jitted.trace(*args, **kwargs)
             if not choice.num_calls:
-                raise ValueError(
-                    f"`dafjax.jit(step, ...)`: `{self._name}` calls no function "
-                    "wrapped by `remat_compress` (or one with `bits=None`). Wrap the "
-                    "loss or its blocks first, and pass the step that differentiates "
-                    "it."
-                )
+                raise nothing_is_wrapped("dafjax.jit", self._name)
             self._fixed = self._fixed or _nbytes_of_arrays(traced)
             self._predicted[choice] = predict_temp_nbytes(traced.jaxpr)
         total = self._total(choice)

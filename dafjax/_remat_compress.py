@@ -113,7 +113,8 @@ def remat_compress(
             bits: ReLU masks flip for values near 0. Segments with callbacks that read
             or write (`io_callback`) run once. Needs a store with fixed bits.
             `"exact"`: such segments without any codes, as `jax.checkpoint` of each
-            would do it. Gradients have no noise, and `bits` has no effect.
+            would do it. Gradients have no noise; `bits`, `store` and `max_parts` have
+            no effect.
         max_parts: Maximum number of batch chunks per stage of the backward pass. With n
             chunks, unpacked residuals and the values computed from them exist for 1/n
             of the batch at a time. Each chunk launches every operation again. `None`: 8

@@ -72,17 +72,9 @@ def restore_arguments(
         *cotangents, token = tie(*cotangents, token)
     codecs = codecs_in(store, plan)
     env: dict[int, Any] = dict(arguments)
-    # Otherwise XLA merges what is computed of these with the first run.
-    whole = {
-        item.value: handle
-        for item, handle in zip(plan.kept, stored, strict=True)
-        if item.codec is None and program.is_large(item.value)
-    }
-    if ties.cotangent:
-        whole = dict(zip(whole, tie(*whole.values(), token), strict=False))
     for item, handle in zip(plan.kept, stored, strict=True):
         if item.codec is None:
-            env[item.value] = whole.get(item.value, handle)
+            env[item.value] = handle
             continue
         with jax.named_scope("unpack"):
             codec = codecs[item.value]
