@@ -7,6 +7,7 @@ from dafjax import (
     reductions as reductions,
     stores as stores,
 )
+from dafjax._accumulate import accumulate as accumulate
 from dafjax._adaptive_jit import (
     AdaptiveJit as AdaptiveJit,
     adaptive_jit as adaptive_jit,

@@ -64,12 +64,20 @@ class Choice:
     Attributes:
         bits: Bits of a code; `None` for no codes.
         rematerialize: Whether the forward pass runs twice.
+        microbatches: How many microbatches `accumulate("auto")` takes.
         num_calls: How many wrapped functions were traced with these options.
     """
 
-    def __init__(self, bits: int | None, *, rematerialize: bool = False) -> None:
+    def __init__(
+        self,
+        bits: int | None,
+        *,
+        rematerialize: bool = False,
+        microbatches: int = 1,
+    ) -> None:
         self.bits = bits
         self.rematerialize = rematerialize
+        self.microbatches = microbatches
         self.num_calls = 0
 
     def __str__(self) -> str:
@@ -98,6 +106,44 @@ _CHOICE: Any = jax.make_user_context(None)
 def current_choice() -> Choice | None:
     """Returns the options that wrapped functions get, if any."""
     return _CHOICE.value
+
+
+@final
+class Recorder:
+    """Lists the wrapped functions that a trace calls.
+
+    Each instance is equal only to itself, and is part of the keys of JAX's caches.
+
+    Attributes:
+        opens: Whether the functions themselves are traced, without the wrapper.
+        wraps: For each call, how the function was wrapped, and its results.
+    """
+
+    def __init__(self, *, opens: bool) -> None:
+        self.opens = opens
+        self.wraps: list[tuple[Transform, Sequence[Any]]] = []
+
+    @property
+    def wraps_of_scalars(self) -> list[Transform]:
+        """How functions were wrapped that return a scalar, as a loss does."""
+        return [wrap for wrap, found in self.wraps if any(x.ndim == 0 for x in found)]
+
+
+@contextlib.contextmanager
+def recording(*, opens: bool) -> Iterator[Recorder]:
+    """Lists the wrapped functions that are called within a `with` block."""
+    recorder = Recorder(opens=opens)
+    with _RECORDER(recorder):
+        yield recorder
+
+
+# Unlike a `contextvars.ContextVar`, it is part of the keys of JAX's caches.
+_RECORDER: Any = jax.make_user_context(None)
+
+
+def current_recorder() -> Recorder | None:
+    """Returns the active list of wrapped functions, if any."""
+    return _RECORDER.value
 
 
 @final

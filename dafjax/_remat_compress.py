@@ -33,7 +33,12 @@ from dafjax._call import (
     run,
     unwritten,
 )
-from dafjax._contexts import Choice, current_choice, current_stand_in
+from dafjax._contexts import (
+    Choice,
+    current_choice,
+    current_recorder,
+    current_stand_in,
+)
 from dafjax._derivative import with_compressed_residuals
 from dafjax._numbers import shown
 from dafjax._passes.pipeline import NAMES
@@ -241,6 +246,13 @@ def _wrap(
 ) -> Callable[..., Any]:
     cache = _TraceCache(fun, options)
     parameters = positional_parameters(fun)
+    wrap_alike = functools.partial(
+        _wrap,
+        options=options,
+        static=StaticArguments((), ()),
+        activation_argnums=(),
+        seed=seed,
+    )
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -254,6 +266,9 @@ def _wrap(
             choice.num_calls += 1
             if choice.is_plain:
                 return _of_leaves(fun, call.static, structure, leaves)(*leaves)
+        recorder = current_recorder()
+        if recorder is not None and recorder.opens:
+            return _of_leaves(fun, call.static, structure, leaves)(*leaves)
         activations = call.leaf_numbers(
             positions("activation_argnums", activation_argnums, args)
         )
@@ -265,6 +280,8 @@ def _wrap(
         else:
             # Nothing is differentiated, and skipping the derivative rule is faster.
             results = traced.evaluate(*operands)
+        if recorder is not None:
+            recorder.wraps.append((wrap_alike, results))
         return jax.tree.unflatten(traced.out_structure, results)
 
     return wrapped

@@ -108,7 +108,7 @@ def with_wrapped_bodies(
     """
     graph = flatten(closed, is_differentiated=False)
     alive = alive_values(graph, activations)
-    moving = _perturbed_values(graph, perturbed)
+    moving = perturbed_values_of(graph, perturbed)
 
     def function(*arguments: Any) -> list[Any]:
         env: dict[int, Any] = dict(enumerate(arguments))
@@ -132,7 +132,7 @@ def with_wrapped_bodies(
     return function
 
 
-def _perturbed_values(graph: Graph, perturbed: Sequence[bool]) -> set[Atom]:
+def perturbed_values_of(graph: Graph, perturbed: Sequence[bool]) -> set[Atom]:
     """Returns the values that depend on arguments that are differentiated.
 
     JAX asks for the derivative of a body with some of its arguments perturbed, then
@@ -167,12 +167,12 @@ def perturbed_values(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> set[Atom
     Returns:
         The values, numbered as in `flatten`.
     """
-    return _perturbed_values(flatten(closed, is_differentiated=False), perturbed)
+    return perturbed_values_of(flatten(closed, is_differentiated=False), perturbed)
 
 
 def _perturbed_outputs(body: ClosedJaxpr, perturbed: Sequence[bool]) -> list[bool]:
     graph = flatten(body, is_differentiated=False)
-    moving = _perturbed_values(graph, perturbed)
+    moving = perturbed_values_of(graph, perturbed)
     return [atom in moving for atom in graph.outputs]
 
 

@@ -353,6 +353,17 @@ def call_equation(
     return in_place_of(Equation(jaxpr=jaxpr, inputs=inputs, outputs=outputs), source)
 
 
+def with_literals_of(equation: Equation, other: Equation) -> Equation:
+    """Returns the equation with the literals of another one of the same primitive."""
+    (eqn,), (of_other,) = equation.jaxpr.eqns, other.jaxpr.eqns
+    invars = [
+        second if isinstance(second, jex_core.Literal) else first
+        for first, second in zip(eqn.invars, of_other.invars, strict=True)
+    ]
+    jaxpr = equation.jaxpr.replace(eqns=[eqn.replace(invars=invars)])
+    return dataclasses.replace(equation, jaxpr=jaxpr)
+
+
 def in_place_of(equation: Equation, source: Equation) -> Equation:
     """Returns the equation with the place of `source` in the user's code."""
     (eqn,) = equation.jaxpr.eqns

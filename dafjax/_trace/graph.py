@@ -33,6 +33,7 @@ CALLS = {
     "checkpoint": "jaxpr",
     "remat2": "jaxpr",
 }
+_CHECKPOINTS = {"checkpoint", "remat2"}
 
 # Calls that carry a derivative rule. They are spliced in only after differentiation,
 # when the rules have been applied. A second differentiation is refused.
@@ -95,16 +96,30 @@ def live_equations(
     return tuple(reversed(live))
 
 
-def flatten(closed: ClosedJaxpr, *, is_differentiated: bool = True) -> Graph:
+def flatten(
+    closed: ClosedJaxpr,
+    *,
+    is_differentiated: bool = True,
+    opens_wrapped: bool = True,
+) -> Graph:
     """Turns a jaxpr into a `Graph` and inlines calls.
 
-    Inlines calls with a derivative rule only if the program `is_differentiated`
-    already, or if they call a wrapped function. If the program `is_differentiated`, the
-    equations that name values become tags of these values, too.
+    Args:
+        closed: The program.
+        is_differentiated: Whether it is differentiated already. Only then are calls
+            with a derivative rule inlined, and equations that name values become tags
+            of these values.
+        opens_wrapped: Whether calls of wrapped functions, and of those in
+            `jax.checkpoint`, are inlined in any case.
+
+    Returns:
+        The flat program.
     """
+    ruled = CALLS.keys() | (RULED_CALLS if is_differentiated else {})
     builder = _Builder(
-        {*CALLS, *RULED_CALLS} if is_differentiated else CALLS,
+        ruled if opens_wrapped else ruled - _CHECKPOINTS,
         names_are_tags=is_differentiated,
+        opens_wrapped=opens_wrapped,
     )
     inputs = [builder.new_value(var.aval) for var in closed.jaxpr.invars]
     outputs = builder.splice(closed, inputs)
@@ -168,9 +183,12 @@ _NO_ELEMENTS = jax.core.ShapedArray((0,), bool)
 class _Builder:
     """Collects equations while calls are inlined."""
 
-    def __init__(self, inlined: Container[str], *, names_are_tags: bool) -> None:
+    def __init__(
+        self, inlined: Container[str], *, names_are_tags: bool, opens_wrapped: bool
+    ) -> None:
         self._inlined = inlined
         self._names_are_tags = names_are_tags
+        self._opens_wrapped = opens_wrapped
         self.tags: dict[int, tuple[str, ...]] = {}
         self.tokens: dict[int, Any] = {}
         self.avals: list[jax.core.ShapedArray] = []
@@ -238,9 +256,8 @@ class _Builder:
         body = eqn.params.get((CALLS | RULED_CALLS).get(name, ""))
         if body is not None:
             body = with_constants(body)
-        if body is None or name in self._inlined or _is_marked(body):
-            return body
-        return None
+        is_opened = self._opens_wrapped and body is not None and _is_marked(body)
+        return body if name in self._inlined or is_opened else None
 
 
 @final

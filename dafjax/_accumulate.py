@@ -1,0 +1,497 @@
+"""`accumulate`: the loss of a batch and its gradient, a microbatch at a time."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+
+from dafjax._contexts import current_choice, recording
+from dafjax._microbatches import Microbatches
+from dafjax._numbers import Array, shown
+from dafjax._trace.examples import (
+    Examples,
+    Kind,
+    NotSeparableError,
+    Status,
+    follow_examples,
+    pair,
+)
+from dafjax._trace.graph import Graph, flatten
+from dafjax._trace.residuals import is_differentiable
+from dafjax._trace.tracing import ClosedJaxpr, trace
+
+
+def accumulate(
+    fun: Callable[..., Any],
+    microbatches: int | Literal["auto"] = "auto",
+    *,
+    in_axes: Any = None,
+) -> Callable[..., Any]:
+    """Computes a loss and its gradient one microbatch after another.
+
+    Use it on a loss, below `jax.grad`: `jax.grad(dafjax.accumulate(loss, 8))`. Values
+    and gradients are those of the whole batch, up to rounding; only one microbatch is
+    in memory at a time. Wrap the loss by `remat_compress` first to save more:
+    `dafjax.accumulate(dafjax.remat_compress(loss), 8)`.
+
+    The loss may be any function of sums over the examples: a sum, a mean, a mean over
+    the tokens that a mask keeps (the mask is summed over the whole batch first), a mean
+    plus a penalty on the parameters. If a gradient depends on such sums otherwise, as
+    that of the root of a mean does, a first loop computes these sums. A loss that
+    computes one example from others, as batch normalization and contrastive losses do,
+    raises an error that names the line.
+
+    Microbatch j of m holds the examples j, j + m, j + 2 m, and so on. Keys of random
+    numbers that are arguments are folded with j, so that each microbatch draws numbers
+    of its own. Gradients are added in float32 if they have fewer bits.
+
+    Args:
+        fun: The loss. It returns a scalar, or a scalar and auxiliary results, which are
+            not differentiated. Auxiliary results with a part for each example are
+            returned for the whole batch.
+        microbatches: How many there are; it must divide the number of examples.
+            `"auto"`: as many as `dafjax.jit` chooses, or 1 without it.
+        in_axes: For each positional argument, the axis that holds the examples, or
+            `None` if it holds none, as in `jax.vmap`; also a pytree of these. `None`:
+            of the arguments after the first, those whose arrays have a first axis of
+            the same length. Keyword arguments are always treated in this way.
+
+    Returns:
+        A function with the signature of `fun`. Arguments that are no arrays, such as
+        `True`, reach `fun` as they are.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument has a value outside its set. When it is called: the
+            microbatches do not divide the batch, or the loss is no function of sums
+            over its examples.
+
+    Example:
+        >>> import dafjax, jax, jax.numpy as jnp
+        >>> def loss(w, x, mask):
+        ...     return jnp.sum(jnp.square(x @ w) * mask) / jnp.sum(mask)
+        >>> w, x, mask = jnp.ones(3), jnp.ones((8, 3)), jnp.arange(8.0)
+        >>> value, gradient = jax.value_and_grad(dafjax.accumulate(loss, 4))(w, x, mask)
+        >>> jnp.allclose(gradient, jax.grad(loss)(w, x, mask)).item()
+        True
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`accumulate(fun)` must be given a function, but got `{fun!r}`. Wrap the "
+            "loss, then differentiate it: `jax.grad(accumulate(loss, 8))`."
+        )
+    count = _checked_count(microbatches)
+
+    @functools.wraps(fun)
+    def accumulated(*args: Any, **kwargs: Any) -> Any:
+        number = _chosen() if count is None else count
+        if number == 1:
+            return fun(*args, **kwargs)
+        arguments = _split_arguments(fun, args, kwargs, in_axes)
+        _check_divides(number, arguments.size)
+        return _run(fun, arguments, number)
+
+    return accumulated
+
+
+def _checked_count(microbatches: Any) -> int | None:
+    if isinstance(microbatches, str) and microbatches == "auto":
+        return None
+    is_integer = isinstance(microbatches, (int, np.integer))
+    if not is_integer or isinstance(microbatches, bool):
+        raise TypeError(
+            "`accumulate(microbatches=...)` must be an integer from 1 on, or "
+            f'`"auto"`, but got `{microbatches!r}`.'
+        )
+    if microbatches < 1:
+        raise ValueError(
+            "`accumulate(microbatches=...)` must be at least 1 (the whole batch at "
+            f"once), but got {shown(microbatches)}."
+        )
+    return int(microbatches)
+
+
+def _chosen() -> int:
+    choice = current_choice()
+    return 1 if choice is None else choice.microbatches
+
+
+# How a leaf of the arguments is split: an axis of examples, or `None`.
+_Axis: TypeAlias = int | None
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Arguments:
+    """The arguments of a call.
+
+    Attributes:
+        structure: The structure of the positional and keyword arguments.
+        leaves: Their leaves: arrays, and others.
+        axes: For each array, the axis that holds the examples, if one does.
+        size: How many examples there are.
+    """
+
+    structure: Any
+    leaves: tuple[Any, ...]
+    axes: tuple[_Axis, ...]
+    size: int
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The leaves that are arrays."""
+        return [leaf for leaf in self.leaves if _is_array(leaf)]
+
+    def avals(self, size: int) -> list[Any]:
+        """Returns shapes and dtypes of the arrays, for a number of examples."""
+        return [
+            jax.typeof(x) if axis is None else _resized(x, axis, size)
+            for x, axis in zip(self.arrays, self.axes, strict=True)
+        ]
+
+    def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of these arguments as a function of the arrays."""
+
+        def of_arrays(*arrays: Any) -> Any:
+            rest = iter(arrays)
+            leaves = [next(rest) if _is_array(x) else x for x in self.leaves]
+            args, kwargs = jax.tree.unflatten(self.structure, leaves)
+            return fun(*args, **kwargs)
+
+        return of_arrays
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def _resized(x: Any, axis: int, size: int) -> Any:
+    shape = list(x.shape)
+    shape[axis] = size
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+
+def _is_key(x: Any) -> bool:
+    """Returns whether an array may hold keys of random numbers."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return True
+    return x.dtype == jnp.uint32 and tuple(x.shape[-1:]) in ((2,), (4,))
+
+
+def _split_arguments(
+    fun: Callable[..., Any], args: Any, kwargs: Any, in_axes: Any
+) -> _Arguments:
+    """Finds which arguments hold examples."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    axes = _given_axes(args, kwargs, in_axes)
+    pairs = [(x, axis) for x, axis in zip(leaves, axes, strict=True) if _is_array(x)]
+    sizes = {x.shape[axis] for x, axis in pairs if axis is not None}
+    if len(sizes) != 1:
+        raise _no_batch(fun, args, kwargs, axes)
+    return _Arguments(
+        structure, tuple(leaves), tuple(axis for _, axis in pairs), sizes.pop()
+    )
+
+
+def _given_axes(args: Any, kwargs: Any, in_axes: Any) -> list[_Axis]:
+    """Returns the axis of examples of each leaf of the arguments."""
+    if in_axes is None:
+        of_args = [None, *map(_guessed_axis, args[1:])]
+    elif isinstance(in_axes, int):
+        of_args = [in_axes] * len(args)
+    else:
+        of_args = list(in_axes)
+    if len(of_args) != len(args):
+        raise ValueError(
+            "`accumulate(in_axes=...)` must have one entry for each positional "
+            f"argument, but got {len(of_args)} entries, `{in_axes!r}`, for "
+            f"{len(args)} arguments."
+        )
+    of_kwargs = {name: _guessed_axis(x) for name, x in kwargs.items()}
+    axes: list[_Axis] = []
+    for axis, argument in zip(of_args, args, strict=True):
+        axes.extend(_axes_of_leaves(axis, argument))
+    for name in sorted(kwargs):
+        axes.extend(_axes_of_leaves(of_kwargs[name], kwargs[name]))
+    return axes
+
+
+def _guessed_axis(argument: Any) -> _Axis:
+    """Returns 0 if all arrays of an argument have a first axis of the same length."""
+    arrays = [x for x in jax.tree.leaves(argument) if _is_array(x) and not _is_key(x)]
+    lengths = {x.shape[0] if x.shape else None for x in arrays}
+    return 0 if len(lengths) == 1 and lengths != {None} else None
+
+
+def _axes_of_leaves(axes: Any, argument: Any) -> list[_Axis]:
+    """Returns the axis of each leaf, given a pytree of axes that is a prefix."""
+    try:
+        spread = jax.tree.broadcast(axes, argument, is_leaf=lambda axis: axis is None)
+    except ValueError as error:
+        raise ValueError(
+            f"`accumulate(in_axes=...)`: `{axes!r}` does not fit an argument of the "
+            f"structure {jax.tree.structure(argument)}. Give `None`, an axis, or a "
+            "pytree of these with the argument's structure."
+        ) from error
+    of_leaves = jax.tree.structure(argument).flatten_up_to(spread)
+    return list(map(_axis_of_leaf, of_leaves, jax.tree.leaves(argument)))
+
+
+def _axis_of_leaf(axis: Any, leaf: Any) -> _Axis:
+    if axis is None or not _is_array(leaf):
+        return None
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise TypeError(
+            f"`accumulate(in_axes=...)` must hold integers and `None`, but got "
+            f"`{axis!r}`."
+        )
+    if not -leaf.ndim <= axis < leaf.ndim:
+        raise ValueError(
+            f"`accumulate(in_axes=...)` names the axis {axis} of an array of shape "
+            f"{leaf.shape}."
+        )
+    return axis % leaf.ndim
+
+
+def _no_batch(
+    fun: Callable[..., Any], args: Any, kwargs: Any, axes: Sequence[_Axis]
+) -> ValueError:
+    found = [
+        f"{_path(path)}: {x.shape}"
+        for (path, x), axis in zip(
+            jax.tree.leaves_with_path((args, kwargs)), axes, strict=True
+        )
+        if axis is not None
+    ]
+    listed = ", ".join(found) or "none"
+    return ValueError(
+        f"`accumulate`: the arguments of `{getattr(fun, '__name__', fun)}` that hold "
+        f"examples must have one number of examples, but there are {listed}. Say which "
+        "axes hold examples: `in_axes=(None, 0)` splits the second of two arguments."
+    )
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    group = "args" if path[0].idx == 0 else "kwargs"
+    return group + jax.tree_util.keystr(path[1:])
+
+
+def _check_divides(number: int, size: int) -> None:
+    if size % number:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        raise ValueError(
+            f"`accumulate(microbatches={number})` must divide the number of examples, "
+            f"{size}. Take one of {', '.join(map(str, divisors))}."
+        )
+
+
+def _run(fun: Callable[..., Any], arguments: _Arguments, number: int) -> Any:
+    """Returns the results of the function for the whole batch."""
+    traces = _Traces(fun, arguments, number, opens=False)
+    wraps = traces.recorder.wraps_of_scalars
+    batch = None
+    if not wraps:
+        batch = traces.split(_unchanged)
+        wraps = traces.wraps_of_mixed()
+    if batch is None and wraps:
+        # A wrapped function both sums over examples and goes on from the sums.
+        traces = _Traces(fun, arguments, number, opens=True)
+        batch = traces.split(wraps[0])
+    if batch is None:
+        raise _not_separable(fun, traces.reason)
+    results = _with_gradients(batch)(*traces.consts, *arguments.arrays)
+    return jax.tree.unflatten(traces.structure, results)
+
+
+def _check_results(fun: Callable[..., Any], whole: Any, structure: Any) -> None:
+    results = whole.out_avals
+    is_pair = jax.tree_util.treedef_children(structure)
+    first = results[0] if results else None
+    is_alone = len(results) == 1
+    starts = is_alone or (
+        structure.num_nodes > 1 and len(is_pair) == 2 and is_pair[0].num_leaves == 1
+    )
+    if first is None or first.shape != () or not starts:
+        raise TypeError(
+            f"`accumulate(fun)`: `{getattr(fun, '__name__', fun)}` must return a "
+            "scalar, or a pair of a scalar and auxiliary results, but got "
+            f"{jax.tree.unflatten(structure, results)!r}."
+        )
+
+
+def _is_same_const(const: Any, other: Any) -> bool:
+    if const is other or isinstance(const, Tracer) or isinstance(other, Tracer):
+        return const is other
+    return const.shape == other.shape and np.array_equal(const, other)
+
+
+def _of_arguments(arguments: _Arguments, offset: int) -> list[Status]:
+    return [
+        _same(n, x) if axis is None else Status(Kind.ROWS, axis, 1)
+        for n, (x, axis) in enumerate(
+            zip(arguments.arrays, arguments.axes, strict=True), offset
+        )
+    ]
+
+
+def _same(number: int, x: Any) -> Status:
+    keys = frozenset([number]) if _is_key(x) else frozenset[int]()
+    return Status(Kind.SAME, keys=keys)
+
+
+def _not_separable(fun: Callable[..., Any], reason: str) -> ValueError:
+    return ValueError(
+        f"`accumulate`: `{getattr(fun, '__name__', fun)}` cannot be computed in "
+        f"microbatches: {reason}."
+    )
+
+
+@final
+class _Traces:
+    """Traces of a function: for the whole batch, and for fewer examples.
+
+    Attributes:
+        consts: The arrays that the function closes over.
+        structure: The structure of its results.
+        recorder: The wrapped functions that it calls.
+        reason: Why it cannot be split.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        arguments: _Arguments,
+        number: int,
+        *,
+        opens: bool,
+    ) -> None:
+        self._fun = fun
+        self._arguments = arguments
+        self._part_size = arguments.size // number
+        self._number = number
+        self._opens = opens
+        with recording(opens=opens) as self.recorder:
+            whole, self.consts, self.structure = self._trace(arguments.size)
+        _check_results(fun, whole, self.structure)
+        self._whole = self._flat(whole)
+        self._examples: Examples | None = None
+        self.reason = ""
+
+    def split(self, wrap: Callable[..., Callable[..., Any]]) -> Microbatches | None:
+        """Returns the function with its batch split; `None` if it cannot be.
+
+        Args:
+            wrap: Gives what is computed in microbatches a derivative rule.
+        """
+        try:
+            part = self._traced(self._part_size)
+            self._examples = examples = self._follow(part)
+            self.reason = _reason(examples)
+            if self.reason:
+                return None
+            found = pair(self._whole, part)
+        except NotSeparableError as error:
+            self.reason = str(error)
+            return None
+        return Microbatches(examples, *found, self._part_size, self._number, wrap)
+
+    def wraps_of_mixed(self) -> list[Callable[..., Callable[..., Any]]]:
+        """Returns how functions are wrapped that cannot stay whole."""
+        if self._examples is None:
+            return [wrap for wrap, _ in self.recorder.wraps]
+        status = self._examples.status
+        return [
+            functools.partial(jax.checkpoint, policy=eqn.params["policy"])
+            for eqn in self._whole.equations
+            if "prevent_cse" in eqn.params
+            and any(status[v].kind is Kind.MIXED for v in eqn.outputs)
+        ]
+
+    def _follow(self, part: Graph) -> Examples:
+        """Returns what the function computes for each example."""
+        size, other = self._arguments.size, self._part_size
+        if other == 1:
+            # A program of one example lacks what tells examples apart.
+            other = 2 if size > 2 else 3
+            part = self._traced(other)
+        known = [_same(n, x) for n, x in enumerate(self.consts)]
+        known += _of_arguments(self._arguments, len(known))
+        return follow_examples(self._whole, part, known, (size, other))
+
+    def _traced(self, size: int) -> Graph:
+        """Returns the program for some number of examples."""
+        with recording(opens=self._opens):
+            closed, consts, _ = self._trace(size)
+        if len(consts) != len(self.consts) or not all(
+            map(_is_same_const, consts, self.consts)
+        ):
+            raise NotSeparableError(
+                "it closes over an array that depends on the number of examples: pass "
+                "it as an argument"
+            )
+        return self._flat(closed)
+
+    def _trace(self, size: int) -> tuple[ClosedJaxpr, tuple[Any, ...], Any]:
+        return trace(self._arguments.apply(self._fun), self._arguments.avals(size))
+
+    def _flat(self, closed: ClosedJaxpr) -> Graph:
+        return flatten(closed, is_differentiated=False, opens_wrapped=self._opens)
+
+
+def _unchanged(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return fun
+
+
+def _reason(examples: Examples) -> str:
+    """Returns why the function cannot be computed in microbatches, if it cannot."""
+    for atom in examples.graph.outputs:
+        status = examples.status_of(atom)
+        if status.kind is Kind.MIXED:
+            return status.reason
+        if status.kind is Kind.PLACES:
+            return "it returns the places of examples in the batch"
+    return ""
+
+
+def _with_gradients(batch: Microbatches) -> Callable[..., list[Array]]:
+    """Returns a function of the arrays, whose forward pass computes its gradient."""
+
+    @jax.custom_vjp
+    def function(*inputs: Array) -> list[Array]:
+        return batch.values(list(map(jnp.asarray, inputs)))
+
+    def forward(*inputs: Any) -> tuple[list[Array], Any]:
+        values = [jnp.asarray(x.value) for x in inputs]
+        perturbed = [
+            x.perturbed and is_differentiable(value)
+            for x, value in zip(inputs, values, strict=True)
+        ]
+        results, gradients = batch.values_and_gradients(values, perturbed)
+        return results, (gradients, len(inputs))
+
+    def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        gradients, num_inputs = saved
+        of_loss, *others = cotangents
+        for cotangent in others:
+            if not isinstance(cotangent, SymbolicZero):
+                raise NotImplementedError(
+                    "`accumulate`: only the first result, the loss, is differentiated, "
+                    "but the gradient of an auxiliary result was asked for."
+                )
+        if isinstance(of_loss, SymbolicZero):
+            return (None,) * num_inputs
+        return tuple(
+            gradients[n] * of_loss.astype(gradients[n].dtype)
+            if n in gradients
+            else None
+            for n in range(num_inputs)
+        )
+
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function

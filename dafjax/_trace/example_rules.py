@@ -1,0 +1,421 @@
+"""What primitives do with values that have a part for each example of a batch."""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+from dafjax._trace.equation import Equation
+
+
+@final
+class Kind(enum.Enum):
+    """How a value depends on the examples."""
+
+    # In no way.
+    SAME = enum.auto()
+    # It has a part for each example, computed from this example alone.
+    ROWS = enum.auto()
+    # As `ROWS`, and it says where in the batch each example is.
+    PLACES = enum.auto()
+    # It is a sum over the examples.
+    SUM = enum.auto()
+    # It is computed from sums over the examples, and from no example otherwise.
+    LATE = enum.auto()
+    # In another way, so that no sum over microbatches is right.
+    MIXED = enum.auto()
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What is known of a value.
+
+    Attributes:
+        kind: How it depends on the examples.
+        axis: The axis that holds the examples, as `(outer, examples, inner)`.
+        inner: How many elements of the axis one example has in a row; 0 if the axis
+            repeats one element, or holds random numbers.
+        keys: The arguments that it depends on and that may be keys of random numbers.
+        columns: Of `PLACES`, which indices of the last axis hold places; `None`: all.
+        reason: Why it is `MIXED`, for an error.
+    """
+
+    kind: Kind
+    axis: int = 0
+    inner: int = 0
+    keys: frozenset[int] = frozenset()
+    columns: tuple[int, ...] | None = None
+    reason: str = ""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has a part for each example."""
+        return self.kind in (Kind.ROWS, Kind.PLACES)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it is a sum over examples, or computed from one."""
+        return self.kind in (Kind.SUM, Kind.LATE)
+
+
+class MixesError(Exception):
+    """An equation computes an example from other examples."""
+
+
+UNKNOWN = "dafjax does not know how it treats examples"
+OTHERS = "it computes an example from others"
+SOME = "it takes some examples only"
+PLACES = "it computes with the places of examples in the batch"
+
+
+def name_of(eqn: Equation) -> str:
+    """Returns the name of the primitive, as JAX calls it."""
+    return eqn.jaxpr.eqns[0].primitive.name
+
+
+def status_of_rows(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    """Returns the status of a result that is computed from parts for each example.
+
+    Args:
+        eqn: The equation.
+        aval: The type of the result, for the whole batch.
+        axis: The axis of the result that holds examples, if one does.
+        operands: The statuses of its operands.
+
+    Raises:
+        MixesError: An example depends on others.
+    """
+    special = _SPECIAL.get(name_of(eqn))
+    if special is not None:
+        return special(eqn, aval, axis, operands)
+    if axis is None:
+        raise MixesError("it combines examples, and not by a sum, or leaves some out")
+    shapes = _shapes(eqn)
+    for shape, status in zip(shapes, operands, strict=True):
+        if not status.has_rows:
+            continue
+        if eqn.rule.is_elementwise:
+            # A scalar or an array of lower rank would have no axis of examples.
+            is_apart = status.axis == axis
+        elif name_of(eqn) not in _APART:
+            raise MixesError(UNKNOWN)
+        else:
+            is_apart = _APART[name_of(eqn)](eqn.params, status.axis, len(shape))
+        if not is_apart:
+            raise MixesError(OTHERS)
+        if shape[status.axis] != aval.shape[axis]:
+            raise MixesError(SOME)
+    return _rows(axis, operands)
+
+
+def _rows(axis: int, operands: Sequence[Status]) -> Status:
+    found = [status for status in operands if status.has_rows]
+    kinds = {(status.kind, status.columns) for status in found}
+    if len(kinds) > 1:
+        raise MixesError(PLACES)
+    ((kind, columns),) = kinds
+    return Status(kind, axis, common_inner(found), columns=columns)
+
+
+def common_inner(statuses: Iterable[Status]) -> int:
+    """Returns the `inner` that values of equal shape share."""
+    found = {status.inner for status in statuses} - {0}
+    if len(found) > 1:
+        raise MixesError("it pairs examples with others")
+    return found.pop() if found else 0
+
+
+def _shapes(eqn: Equation) -> list[tuple[int, ...]]:
+    avals: Iterable[Any] = (atom.aval for atom in eqn.jaxpr.eqns[0].invars)
+    return [tuple(getattr(aval, "shape", ())) for aval in avals]
+
+
+def _check_no_places(operands: Iterable[Status]) -> None:
+    if any(status.kind is Kind.PLACES for status in operands):
+        raise MixesError(PLACES)
+
+
+def _sum(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    (status,) = operands
+    if axis is None:
+        _check_no_places(operands)
+        return Status(Kind.SUM)
+    if status.axis in eqn.params["axes"]:
+        raise MixesError(OTHERS)
+    return _rows(axis, operands)
+
+
+def _reshape(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    status = operands[0]
+    (shape, *_) = _shapes(eqn)
+    if axis is None or eqn.params["dimensions"] is not None:
+        raise MixesError(OTHERS)
+    # Elements from one example to the next, and from one index of the axis to the next.
+    stride = status.inner * math.prod(shape[status.axis + 1 :])
+    step = math.prod(aval.shape[axis + 1 :])
+    if stride % step:
+        raise MixesError(OTHERS)
+    return dataclasses.replace(_rows(axis, operands), inner=stride // step)
+
+
+def _broadcast(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    (status, *_) = operands
+    place = eqn.params["broadcast_dimensions"][status.axis]
+    if place != axis or _shapes(eqn)[0][status.axis] != aval.shape[place]:
+        raise MixesError(OTHERS)
+    return _rows(place, operands)
+
+
+def _transpose(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    del aval, axis
+    place = eqn.params["permutation"].index(operands[0].axis)
+    return _rows(place, operands)
+
+
+def _concatenate(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    along = eqn.params["dimension"]
+    if axis is None or along == axis or any(s.axis != axis for s in operands):
+        raise MixesError(OTHERS)
+    kinds = [status.kind for status in operands]
+    if Kind.PLACES not in kinds:
+        return _rows(axis, operands)
+    lengths = [shape[along] for shape in _shapes(eqn)]
+    if along != len(aval.shape) - 1 or set(lengths) != {1}:
+        raise MixesError(PLACES)
+    columns = tuple(n for n, kind in enumerate(kinds) if kind is Kind.PLACES)
+    return Status(Kind.PLACES, axis, common_inner(operands), columns=columns)
+
+
+def _product(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    del aval
+    _check_no_places(operands)
+    contracted, batch = eqn.params["dimension_numbers"]
+    roles = [
+        ("batch", sides[n].index(status.axis))
+        if status.axis in (sides := batch)[n]
+        else ("sum", contracted[n].index(status.axis))
+        if status.axis in contracted[n]
+        else ("free", 0)
+        for n, status in enumerate(operands)
+        if status.has_rows
+    ]
+    is_pair = len(roles) == 2 and roles[0] == roles[1]
+    role, _ = roles[0]
+    if is_pair and role == "sum" and axis is None:
+        common_inner(operands)
+        return Status(Kind.SUM)
+    if axis is not None and ((is_pair and role == "batch") or roles == [("free", 0)]):
+        return _rows(axis, operands)
+    raise MixesError(OTHERS)
+
+
+def _convolution(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    del aval
+    images, kernel = operands
+    numbers = eqn.params["dimension_numbers"]
+    if (
+        axis is None
+        or kernel.has_rows
+        or eqn.params["batch_group_count"] != 1
+        or (images.axis, axis) != (numbers.lhs_spec[0], numbers.out_spec[0])
+    ):
+        raise MixesError(OTHERS)
+    _check_no_places(operands)
+    return _rows(axis, operands)
+
+
+def _lookup(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    """Returns the status of a `gather`."""
+    del aval
+    if axis is None:
+        raise MixesError(SOME)
+    table, indices = operands
+    if not table.has_rows:
+        _check_no_places(operands)
+        return _rows(axis, operands)
+    numbers = eqn.params["dimension_numbers"]
+    return _indexed(
+        axis,
+        _Indexed(
+            table,
+            indices,
+            whole=eqn.params["slice_sizes"][table.axis] == _shapes(eqn)[0][table.axis],
+            batching=dict(
+                zip(
+                    numbers.operand_batching_dims,
+                    numbers.start_indices_batching_dims,
+                    strict=True,
+                )
+            ),
+            indexed=numbers.start_index_map,
+        ),
+    )
+
+
+def _update(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    """Returns the status of a `scatter`."""
+    table, indices, updates = operands
+    numbers = eqn.params["dimension_numbers"]
+    if axis is None or not table.has_rows:
+        raise MixesError(OTHERS)
+    window = numbers.inserted_window_dims + numbers.operand_batching_dims
+    found = _indexed(
+        axis,
+        _Indexed(
+            table,
+            indices,
+            whole=table.axis not in window,
+            batching=dict(
+                zip(
+                    numbers.operand_batching_dims,
+                    numbers.scatter_indices_batching_dims,
+                    strict=True,
+                )
+            ),
+            indexed=numbers.scatter_dims_to_operand_dims,
+        ),
+    )
+    _check_no_places([updates])
+    common_inner([table, updates])
+    return found
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Indexed:
+    """How a `gather` or `scatter` finds the part of an example in a table.
+
+    Attributes:
+        table: What is known of the table, which has rows.
+        indices: What is known of the indices.
+        whole: Whether each index takes the whole axis of examples.
+        batching: The axes that table and indices share.
+        indexed: The axes of the table that indices count, in the order of columns.
+    """
+
+    table: Status
+    indices: Status
+    whole: bool
+    batching: Mapping[int, int]
+    indexed: Sequence[int]
+
+
+def _indexed(axis: int, found: _Indexed) -> Status:
+    table, indices = found.table, found.indices
+    _check_no_places([table])
+    if found.batching.get(table.axis) == indices.axis and indices.kind is Kind.ROWS:
+        return _rows(axis, [table, indices])
+    if found.whole and table.axis not in found.indexed and not indices.has_rows:
+        return _rows(axis, [table])
+    if indices.kind is Kind.PLACES and table.axis in found.indexed:
+        column = found.indexed.index(table.axis)
+        columns = range(len(found.indexed)) if len(found.indexed) == 1 else ()
+        if column in (indices.columns or columns):
+            return _rows(axis, [table])
+    raise MixesError(OTHERS)
+
+
+def _always(params: Mapping[str, Any], axis: int, rank: int) -> bool:
+    del params, axis, rank
+    return True
+
+
+def _along(params: Mapping[str, Any], axis: int, rank: int) -> bool:
+    del rank
+    return params["axis"] != axis
+
+
+def _reduced(params: Mapping[str, Any], axis: int, rank: int) -> bool:
+    del rank
+    return axis not in params["axes"]
+
+
+def _windows(params: Mapping[str, Any], axis: int, rank: int) -> bool:
+    del rank
+    return params["window_dimensions"][axis] == 1
+
+
+def _matrices(params: Mapping[str, Any], axis: int, rank: int) -> bool:
+    del params
+    return axis < rank - 2
+
+
+# Whether elements at different places along an axis stay apart, given the parameters,
+# the axis and the rank of an operand.
+_APART: Mapping[str, Callable[[Mapping[str, Any], int, int], bool]] = {
+    **dict.fromkeys(
+        [
+            *("bitcast_convert_type", "dynamic_slice", "dynamic_update_slice", "name"),
+            *("random_bits", "random_clone", "random_fold_in", "random_unwrap"),
+            *("random_wrap", "sharding_constraint", "slice", "squeeze", "stack"),
+        ],
+        _always,
+    ),
+    **dict.fromkeys(
+        [
+            *("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"),
+            "top_k",
+            "unstack",
+        ],
+        _along,
+    ),
+    **dict.fromkeys(
+        [
+            *("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min"),
+            *("reduce_or", "reduce_prod"),
+        ],
+        _reduced,
+    ),
+    **dict.fromkeys(
+        [
+            *("reduce_window_max", "reduce_window_min", "reduce_window_sum"),
+            *("select_and_gather_add", "select_and_scatter_add"),
+        ],
+        _windows,
+    ),
+    **dict.fromkeys(
+        ["cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"], _matrices
+    ),
+    "fft": lambda params, axis, rank: axis < rank - len(params["fft_lengths"]),
+    "pad": lambda params, axis, _: params["padding_config"][axis] == (0, 0, 0),
+    "rev": lambda params, axis, _: axis not in params["dimensions"],
+    "sort": lambda params, axis, _: axis != params["dimension"],
+}
+
+_SPECIAL: Mapping[str, Callable[..., Status]] = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenate,
+    "conv_general_dilated": _convolution,
+    "dot_general": _product,
+    "gather": _lookup,
+    "reduce_sum": _sum,
+    "reshape": _reshape,
+    "scatter": _update,
+    "scatter-add": _update,
+    "scatter-max": _update,
+    "scatter-min": _update,
+    "scatter-mul": _update,
+    "transpose": _transpose,
+}

@@ -1,0 +1,481 @@
+"""Finds what a program computes for each example of a batch, and what it sums.
+
+Two traces of one function are compared: for the whole batch, and for a microbatch. An
+axis whose length differs between them holds examples. The analysis follows these axes
+through the program. It tells apart values that no example changes; values that hold a
+part for each example, computed from that example alone; sums over the examples; and
+values computed from such sums. The sums of all microbatches add up to the sum of the
+whole batch, and the rest of the program goes on from there.
+
+Batch normalization is no such program: it computes each example from all of them.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from dafjax._trace.equation import (
+    Atom,
+    Constant,
+    Equation,
+    bodies,
+    call_instead,
+    renumber,
+    scan_arity,
+    with_constants,
+)
+from dafjax._trace.example_rules import (
+    OTHERS,
+    SOME,
+    UNKNOWN,
+    Kind as Kind,
+    MixesError,
+    Status as Status,
+    common_inner,
+    name_of,
+    status_of_rows,
+)
+from dafjax._trace.graph import CALLS, RULED_CALLS, Graph, flatten
+from dafjax._trace.rules import Cost
+from dafjax._trace.tracing import ClosedJaxpr
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examples:
+    """What a function computes for each example of a batch.
+
+    Attributes:
+        graph: Its program for the whole batch.
+        status: What is known of each value.
+        drawn: The arguments, keys of random numbers, that examples draw from.
+    """
+
+    graph: Graph
+    status: Mapping[int, Status]
+    drawn: frozenset[int]
+
+    def status_of(self, atom: Atom) -> Status:
+        """Returns what is known of a value or a constant."""
+        return _status(atom, self.status)
+
+
+class NotSeparableError(ValueError):
+    """The program of a microbatch is not that of the batch with fewer examples."""
+
+
+def follow_examples(
+    whole: Graph, other: Graph, arguments: Sequence[Status], sizes: tuple[int, int]
+) -> Examples:
+    """Returns what a function computes for each example.
+
+    Args:
+        whole: Its program for the whole batch.
+        other: Its program for another number of examples, two or more.
+        arguments: What is known of each argument.
+        sizes: How many examples the batch has, and the other program.
+
+    Raises:
+        NotSeparableError: The programs differ in more than the number of examples.
+    """
+    walk = _Walk(sizes)
+    return Examples(whole, walk.run(whole, other, arguments), frozenset(walk.drawn))
+
+
+# An equation of the whole batch, if there is one, and one of a microbatch.
+Pair: TypeAlias = tuple[Equation | None, Equation]
+
+
+def pair(whole: Graph, part: Graph) -> tuple[dict[int, Atom], list[Pair]]:
+    """Finds the values of the whole batch in the program of a microbatch.
+
+    The program of a single example may lack changes of shapes, or have others.
+
+    Returns:
+        For each value of `whole`, the value of `part`; and the equations of `part`.
+
+    Raises:
+        NotSeparableError: The programs differ in more than the number of examples.
+    """
+    found: dict[int, Atom] = {n: n for n in range(whole.num_inputs)}
+    # For each value of `part`, the value whose elements it has in another shape.
+    roots: dict[Atom, Atom] = {}
+    equations: list[Pair] = []
+
+    def root(atom: Atom) -> Atom:
+        return roots.get(atom, atom)
+
+    def agree(first: Sequence[Atom], second: Sequence[Atom]) -> bool:
+        moved = renumber(first, found)
+        return all(map(_is_same_atom, map(root, moved), map(root, second)))
+
+    for eqn, other in _pairs(whole.equations, part.equations):
+        if eqn is None:
+            ((value,), (operand,)) = other.outputs, other.input_values
+            roots[value] = root(operand)
+            equations.append((None, other))
+        elif other is None:
+            ((value,), (operand,)) = eqn.outputs, eqn.input_values
+            found[value] = found[operand]
+        elif agree(eqn.operand_atoms, other.operand_atoms):
+            found.update(zip(eqn.outputs, other.outputs, strict=True))
+            equations.append((eqn, other))
+        else:
+            raise NotSeparableError(_differ(eqn, other))
+    if not agree(whole.outputs, part.outputs):
+        raise NotSeparableError("they return other values")
+    return found, equations
+
+
+_SAME = Status(Kind.SAME)
+_LATE = Status(Kind.LATE)
+
+
+@final
+class _Walk:
+    """Follows the examples through both traces.
+
+    Attributes:
+        drawn: The arguments that examples draw random numbers from.
+    """
+
+    def __init__(self, sizes: tuple[int, int]) -> None:
+        self._sizes = sizes
+        # How deep in bodies the walk is; 1 in the function itself.
+        self._depth = 0
+        self.drawn: set[int] = set()
+
+    def run(
+        self, whole: Graph, other: Graph, arguments: Sequence[Status]
+    ) -> dict[int, Status]:
+        """Returns the status of each value of `whole`."""
+        self._depth += 1
+        status = dict(enumerate(arguments))
+        if list(map(name_of, whole.equations)) != list(map(name_of, other.equations)):
+            pairs = itertools.zip_longest(whole.equations, other.equations)
+            first = next(p for p in pairs if None in p or not _are_alike(*p))
+            raise NotSeparableError(_differ(*first))
+        for eqn, of_other in zip(whole.equations, other.equations, strict=True):
+            operands = [_status(a, status) for a in eqn.operand_atoms]
+            found = self._guarded(eqn, of_other, operands)
+            status.update(zip(eqn.outputs, found, strict=True))
+        self._depth -= 1
+        return status
+
+    def _results(
+        self, called: Sequence[ClosedJaxpr], arguments: Sequence[Status]
+    ) -> list[Status]:
+        """Returns the status of each result of a body."""
+        graph, other = map(flatten, called)
+        status = self.run(graph, other, arguments)
+        return [_status(atom, status) for atom in graph.outputs]
+
+    def _guarded(
+        self, eqn: Equation, other: Equation, operands: Sequence[Status]
+    ) -> list[Status]:
+        """Returns the status of each result; `MIXED` with the reason where it is."""
+        for status in operands:
+            if status.kind is Kind.MIXED:
+                return [status] * len(eqn.outputs)
+        try:
+            found = self._walk(eqn, other, operands)
+            if not any(status.is_late for status in operands):
+                return found
+            if not any(status.has_rows for status in found):
+                return [_LATE] * len(found)
+            reason = "it returns examples and sums over them"
+        except MixesError as error:
+            reason = str(error)
+        reason = f"{reason}: {_listed(eqn)}"
+        return [Status(Kind.MIXED, reason=reason)] * len(eqn.outputs)
+
+    def _walk(
+        self, eqn: Equation, other: Equation, operands: Sequence[Status]
+    ) -> list[Status]:
+        """Returns the status of each result; raises where a result is `MIXED`."""
+        self._check_constants(eqn, other, operands)
+        of_body = _BODIES.get(name_of(eqn))
+        if of_body is not None:
+            return _of_outputs(eqn, of_body(self, eqn, other, operands))
+        if name_of(eqn) == "optimization_barrier":
+            return _of_outputs(eqn, operands)
+        avals = [
+            (v.aval, w.aval) for v, w in zip(*map(_results, (eqn, other)), strict=True)
+        ]
+        results = [self._made(eqn, *pair, operands) for pair in avals]
+        return _of_outputs(eqn, results)
+
+    def _check_constants(
+        self, eqn: Equation, other: Equation, operands: Sequence[Status]
+    ) -> None:
+        """Raises if a number depends on the size of the batch, but not in a scale.
+
+        Elementwise equations of the function itself run with the numbers of the whole
+        batch, as do those that follow a sum. Places are numbered within a microbatch.
+        """
+        pairs = zip(eqn.operand_atoms, other.operand_atoms, strict=True)
+        same = all(map(_is_equal_atom, *zip(*pairs, strict=True))) if operands else True
+        names = eqn.params.keys() & other.params.keys()
+        same &= all(
+            eqn.params[name] == other.params[name]
+            for name in names
+            # Not a number is not equal to itself.
+            if isinstance(eqn.params[name], (bool, int, str))
+        )
+        kinds = {status.kind for status in operands}
+        is_scale = self._depth == 1 and eqn.rule.is_elementwise
+        is_late = any(status.is_late for status in operands)
+        if not (same or is_scale or is_late or Kind.PLACES in kinds):
+            raise MixesError("it computes with the number of examples")
+
+    def _made(
+        self, eqn: Equation, whole: Any, part: Any, operands: Sequence[Status]
+    ) -> Status:
+        """Returns the status of one result of a primitive without a body."""
+        axis = _axis_of_examples(whole, part, self._sizes)
+        has_rows = any(status.has_rows for status in operands)
+        if any(status.is_late for status in operands):
+            if has_rows or axis is not None:
+                raise MixesError("it computes each example from a sum over all")
+            return _LATE
+        if not has_rows:
+            return self._without_rows(eqn, axis, operands, whole)
+        found = status_of_rows(eqn, whole, axis, operands)
+        return self._with_inner(found, whole)
+
+    def _without_rows(
+        self, eqn: Equation, axis: int | None, operands: Sequence[Status], whole: Any
+    ) -> Status:
+        keys = frozenset[int]().union(*(status.keys for status in operands))
+        if axis is None:
+            return Status(Kind.SAME, keys=keys)
+        if eqn.rule.cost is Cost.DRAW:
+            if not keys:
+                raise MixesError(
+                    "it draws random numbers from a key that is no argument, which "
+                    "would be the same in every microbatch"
+                )
+            self.drawn |= keys
+        elif name_of(eqn) not in ("broadcast_in_dim", "iota"):
+            raise MixesError(UNKNOWN)
+        counts = name_of(eqn) == "iota" and eqn.params["dimension"] == axis
+        kind = Kind.PLACES if counts else Kind.ROWS
+        return self._with_inner(Status(kind, axis), whole)
+
+    def _with_inner(self, status: Status, aval: Any) -> Status:
+        """Returns a status whose `inner` fits the length of the axis."""
+        size, _ = self._sizes
+        if not status.has_rows:
+            return status
+        length = aval.shape[status.axis]
+        if length % (size * max(status.inner, 1)):
+            raise MixesError(OTHERS)
+        return dataclasses.replace(status, inner=1) if length == size else status
+
+    def of_call(
+        self, eqn: Equation, other: Equation, operands: Sequence[Status]
+    ) -> list[Status]:
+        """Returns the statuses of the results of a function with a derivative rule."""
+        parameter = (CALLS | RULED_CALLS)[name_of(eqn)]
+        called = [with_constants(e.params[parameter]) for e in (eqn, other)]
+        found = self._results(called, operands)
+        late = any(status.is_late for status in operands)
+        if not late and any(status.kind is Kind.LATE for status in found):
+            raise MixesError(
+                "it computes with a sum over the examples inside of a function that "
+                "has a derivative rule of its own"
+            )
+        return found
+
+    def of_scan(
+        self, eqn: Equation, other: Equation, operands: Sequence[Status]
+    ) -> list[Status]:
+        """Returns the statuses of the results of a `scan`."""
+        num_consts, num_carry = scan_arity(eqn.params)
+        first_x = num_consts + num_carry
+        consts, carry = list(operands[:num_consts]), list(operands[num_consts:first_x])
+        xs = [_moved(status, -1) for status in operands[first_x:]]
+        called = [bodies(e)[0] for e in (eqn, other)]
+
+        def run(carry: Sequence[Status]) -> list[Status]:
+            return self._results(called, [*consts, *carry, *xs])
+
+        found = _repeat(lambda c: run(c)[:num_carry], carry)
+        ys = run(found)[num_carry:]
+        _check_no_sums([*found, *ys], operands)
+        return [*found, *(_moved(status, 1) for status in ys)]
+
+    def of_while(
+        self, eqn: Equation, other: Equation, operands: Sequence[Status]
+    ) -> list[Status]:
+        """Returns the statuses of the results of a `while` loop."""
+        of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        for_test = list(operands[:of_test])
+        consts = list(operands[of_test : of_test + of_body])
+        called = [with_constants(e.params["body_jaxpr"]) for e in (eqn, other)]
+        tests = [with_constants(e.params["cond_jaxpr"]) for e in (eqn, other)]
+        carry = operands[of_test + of_body :]
+        found = _repeat(lambda c: self._results(called, [*consts, *c]), carry)
+        (test,) = self._results(tests, [*for_test, *found])
+        if test.kind is not Kind.SAME:
+            raise MixesError("all examples together decide when the loop ends")
+        _check_no_sums(found, operands)
+        return found
+
+    def of_cond(
+        self, eqn: Equation, other: Equation, operands: Sequence[Status]
+    ) -> list[Status]:
+        """Returns the statuses of the results of a `cond`."""
+        index, *arguments = operands
+        if index.kind is not Kind.SAME:
+            raise MixesError("all examples together decide which branch runs")
+        pairs = zip(*map(bodies, (eqn, other)), strict=True)
+        found = [self._results(pair, arguments) for pair in pairs]
+        joined = [
+            functools.reduce(_join, several) for several in zip(*found, strict=True)
+        ]
+        _check_no_sums(joined, operands)
+        return joined
+
+
+_BODIES: Mapping[str, Callable[..., Sequence[Status]]] = {
+    **dict.fromkeys(CALLS | RULED_CALLS, _Walk.of_call),
+    "scan": _Walk.of_scan,
+    "while": _Walk.of_while,
+    "cond": _Walk.of_cond,
+}
+
+
+def _check_no_sums(results: Sequence[Status], operands: Sequence[Status]) -> None:
+    late = any(status.is_late for status in operands)
+    if not late and any(status.is_late for status in results):
+        raise MixesError("it sums over the examples inside of a loop or a branch")
+
+
+def _moved(status: Status, by: int) -> Status:
+    """Returns the status of a slice of the first axis, or of such slices, stacked."""
+    if not status.has_rows:
+        return status
+    if status.axis + by < 0:
+        raise MixesError("it loops over the examples")
+    return dataclasses.replace(status, axis=status.axis + by)
+
+
+def _repeat(
+    run: Callable[[Sequence[Status]], Sequence[Status]], carry: Sequence[Status]
+) -> list[Status]:
+    """Returns the statuses of carried values, whatever the number of iterations."""
+    while True:
+        joined = list(map(_join, carry, run(carry)))
+        if joined == list(carry):
+            return joined
+        carry = joined
+
+
+def _join(first: Status, second: Status) -> Status:
+    """Returns what is known of a value that is one of two."""
+    for status, other in ((first, second), (second, first)):
+        if status.kind is Kind.MIXED:
+            return status
+        if status.kind is Kind.SAME and other.kind is not Kind.ROWS:
+            return dataclasses.replace(other, keys=first.keys | second.keys)
+    if first.is_late and second.is_late:
+        return _LATE
+    if first.kind is second.kind is Kind.ROWS and first.axis == second.axis:
+        inner = common_inner([first, second])
+        return dataclasses.replace(first, inner=inner)
+    raise MixesError(OTHERS)
+
+
+def _pairs(
+    whole: Sequence[Equation], part: Sequence[Equation]
+) -> Iterator[tuple[Any, Any]]:
+    """Yields the equations of both that belong together; `None` for a missing one."""
+    others = list(part)[::-1]
+    for eqn in whole:
+        while others and not _are_alike(eqn, others[-1]) and _reshapes(others[-1]):
+            if _reshapes(eqn) and len(whole) > len(part):
+                break
+            yield None, others.pop()
+        if others and _are_alike(eqn, others[-1]):
+            yield eqn, others.pop()
+        elif _reshapes(eqn):
+            yield eqn, None
+        else:
+            raise NotSeparableError(_differ(eqn, others[-1] if others else None))
+    if others:
+        raise NotSeparableError(_differ(None, others[-1]))
+
+
+def _are_alike(eqn: Equation, other: Equation) -> bool:
+    first, second = (e.jaxpr.eqns[0] for e in (eqn, other))
+    return first.primitive is second.primitive and all(
+        len(a) == len(b)
+        for a, b in ((first.invars, second.invars), (eqn.outputs, other.outputs))
+    )
+
+
+def _reshapes(eqn: Equation) -> bool:
+    return name_of(eqn) in _RESHAPES and len(eqn.input_values) == 1
+
+
+_RESHAPES = ("broadcast_in_dim", "reshape", "squeeze")
+
+
+def _differ(eqn: Equation | None, other: Equation | None) -> str:
+    shown = ("nothing more" if e is None else _listed(e) for e in (eqn, other))
+    return "the whole batch needs {}, but a microbatch {}".format(*shown)
+
+
+def _listed(eqn: Equation) -> str:
+    place = f" at {eqn.source}" if eqn.source else ""
+    return f"`{eqn.primitive}`{place}"
+
+
+def _is_same_atom(first: Atom, second: Atom) -> bool:
+    """Returns whether two atoms are the same value, or constants of one shape."""
+    if isinstance(first, Constant) and isinstance(second, Constant):
+        if np.ndim(first.value):
+            return _is_equal_atom(first, second)
+        return np.ndim(second.value) == 0
+    return first == second
+
+
+def _is_equal_atom(first: Atom, second: Atom) -> bool:
+    if isinstance(first, Constant) and isinstance(second, Constant):
+        return first.value is second.value or np.array_equal(first.value, second.value)
+    return True
+
+
+def _results(eqn: Equation) -> Sequence[Any]:
+    return eqn.jaxpr.eqns[0].outvars
+
+
+def _of_outputs(eqn: Equation, results: Sequence[Status]) -> list[Status]:
+    """Returns the statuses of the results that are read."""
+    return call_instead(eqn, lambda: results, ())
+
+
+def _status(atom: Atom, known: Mapping[int, Status]) -> Status:
+    return _SAME if isinstance(atom, Constant) else known[atom]
+
+
+def _axis_of_examples(whole: Any, part: Any, sizes: tuple[int, int]) -> int | None:
+    """Returns the axis of an array that holds examples, if one does."""
+    shapes = [getattr(aval, "shape", ()) for aval in (whole, part)]
+    if len(shapes[0]) != len(shapes[1]):
+        raise MixesError("its rank depends on the number of examples")
+    lengths = list(zip(*shapes, strict=True))
+    axes = [axis for axis, (length, other) in enumerate(lengths) if length != other]
+    if len(axes) > 1:
+        raise MixesError("it computes something for each pair of examples")
+    for axis in axes:
+        length, other = lengths[axis]
+        if length * sizes[1] != other * sizes[0]:
+            raise MixesError(SOME)
+        return axis
+    return None

@@ -1,0 +1,500 @@
+"""`dafjax.accumulate`: microbatches give what the whole batch gives, or an error."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import dafjax
+from tests.helpers import relative_error, temp_nbytes
+
+
+SIZE = 12
+NO_FUNCTION: Any = 3
+NO_NUMBER: Any = 2.5
+
+
+@pytest.fixture(scope="module")
+def weights():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "in": jax.random.normal(keys[0], (8, 16)),
+        "bias": jnp.ones(16),
+        "out": jax.random.normal(keys[2], (16, 5)),
+    }
+
+
+@pytest.fixture(scope="module")
+def batch():
+    keys = jax.random.split(jax.random.key(1), 3)
+    return {
+        "x": jax.random.normal(keys[0], (SIZE, 8)),
+        "y": jax.random.randint(keys[1], (SIZE,), 0, 5),
+        "mask": jnp.where(jnp.arange(SIZE) % 5 < 2, jnp.linspace(1, 3, SIZE), 0),
+    }
+
+
+def logits(w, batch):
+    return jnp.tanh(batch["x"] @ w["in"] + w["bias"]) @ w["out"]
+
+
+def cross_entropies(w, batch):
+    log_p = jax.nn.log_softmax(logits(w, batch))
+    return -log_p[jnp.arange(len(batch["y"])), batch["y"]]
+
+
+def mean(w, batch):
+    return jnp.mean(cross_entropies(w, batch))
+
+
+def masked_mean(w, batch):
+    return jnp.sum(cross_entropies(w, batch) * batch["mask"]) / batch["mask"].sum()
+
+
+def total(w, batch):
+    return jnp.sum(jnp.square(logits(w, batch)))
+
+
+def scaled_before_the_sum(w, batch):
+    return jnp.sum(jnp.square(logits(w, batch)) / len(batch["x"]))
+
+
+def root_of_mean(w, batch):
+    return jnp.sqrt(jnp.mean(jnp.square(logits(w, batch))))
+
+
+def variance_of_all(w, batch):
+    z = logits(w, batch)
+    return jnp.mean(z**2) - jnp.mean(z) ** 2
+
+
+def with_weight_decay(w, batch):
+    return mean(w, batch) + 0.1 * sum(jnp.sum(x**2) for x in w.values())
+
+
+def with_inner_product(w, batch):
+    z = logits(w, batch)
+    return jnp.sum(jnp.vdot(z[:, 0], z[:, 1])) / len(z)
+
+
+def flattened_tokens(w, batch):
+    z = logits(w, batch)
+    pairs = jnp.stack([z, 2 * z], axis=1).reshape(-1, 5)
+    labels = jnp.repeat(batch["y"], 2)
+    return optax.softmax_cross_entropy_with_integer_labels(pairs, labels).mean()
+
+
+def in_a_loop(w, batch):
+    def step(h, scale):
+        return jnp.tanh(h * scale + w["bias"]), h[:, 0]
+
+    h, seen = lax.scan(step, batch["x"] @ w["in"], jnp.arange(1.0, 4.0))
+    return jnp.mean(h) + jnp.mean(seen**2)
+
+
+def per_example(w, batch):
+    def of_one(x, y):
+        return -jax.nn.log_softmax(jnp.tanh(x @ w["in"]) @ w["out"])[y]
+
+    return jnp.mean(jax.vmap(of_one)(batch["x"], batch["y"]))
+
+
+LOSSES = [
+    mean,
+    masked_mean,
+    total,
+    scaled_before_the_sum,
+    root_of_mean,
+    variance_of_all,
+    with_weight_decay,
+    with_inner_product,
+    flattened_tokens,
+    in_a_loop,
+    per_example,
+]
+
+
+def assert_close(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    leaves = jax.tree.leaves(found), jax.tree.leaves(expected)
+    for x, y in zip(*(map(jnp.asarray, several) for several in leaves), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("number", [2, SIZE])
+def test_microbatches_give_the_loss_of_the_batch(weights, batch, loss, number):
+    accumulated = jax.value_and_grad(dafjax.accumulate(loss, number))
+    expected = jax.value_and_grad(loss)(weights, batch)
+    assert_close(accumulated(weights, batch), expected)
+
+
+def test_the_mean_of_means_is_another_loss(weights, batch):
+    parts = [jax.tree.map(lambda x, n=n: x[n::2], batch) for n in range(2)]
+    naive = sum(masked_mean(weights, part) for part in parts) / 2
+    assert abs(naive - masked_mean(weights, batch)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, jax.checkpoint, dafjax.remat_compress], ids=lambda f: f.__name__
+)
+def test_a_wrapped_loss_is_split_inside(weights, batch, wrap):
+    accumulated = dafjax.accumulate(wrap(masked_mean), 4)
+    found = jax.jit(jax.value_and_grad(accumulated))(weights, batch)
+    # Arrays of this size are not compressed.
+    assert_close(found, jax.value_and_grad(masked_mean)(weights, batch))
+
+
+def large_loss(w, x):
+    for _ in range(4):
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("layers", ["whole", "each"])
+def test_microbatches_are_compressed(layers):
+    w, x = jax.random.normal(jax.random.key(0), (64, 64)) / 8, jnp.ones((512, 64))
+
+    def of_layers(w, x):
+        layer = dafjax.remat_compress(lambda w, x: jnp.tanh(x @ w), bits=8)
+        for _ in range(4):
+            x = layer(w, x)
+        return jnp.mean(x**2)
+
+    whole = dafjax.remat_compress(large_loss, bits=8)
+    loss = whole if layers == "whole" else of_layers
+    found = jax.jit(jax.grad(dafjax.accumulate(loss, 2)))(w, x)
+    error = relative_error(found, jax.grad(large_loss)(w, x))
+    assert 1e-5 < error < 0.05
+
+
+def test_temp_falls_with_the_microbatch():
+    w, x = jnp.ones((64, 64)), jnp.ones((1024, 64))
+
+    def temp(loss):
+        return temp_nbytes(jax.jit(jax.grad(loss)).lower(w, x))
+
+    plain, few, many = (
+        temp(dafjax.accumulate(large_loss, number)) for number in (1, 4, 16)
+    )
+    assert few < plain / 3
+    assert many < few / 2
+
+
+def test_auxiliary_results_are_those_of_the_batch(weights, batch):
+    def loss(w, batch):
+        z = logits(w, batch)
+        hits = jnp.mean(z.argmax(-1) == batch["y"])
+        return jnp.mean(z**2), {
+            "logits": z.T,
+            "hits": hits,
+            "count": jnp.sum(batch["y"]),
+            "norm": jnp.sum(w["in"] ** 2),
+            "flat": z.reshape(-1),
+            "three": 3,
+        }
+
+    step = jax.value_and_grad(dafjax.accumulate(loss, 3), has_aux=True)
+    expected = jax.value_and_grad(loss, has_aux=True)(weights, batch)
+    (value, aux), gradient = step(weights, batch)
+    assert_close(((value, aux), gradient), expected)
+
+
+def test_only_the_loss_is_differentiated(weights, batch):
+    def loss(w, batch):
+        return mean(w, batch), jnp.sum(w["in"])
+
+    def of_aux(w):
+        return dafjax.accumulate(loss, 3)(w, batch)[1]
+
+    with pytest.raises(NotImplementedError, match="only the first result"):
+        jax.grad(of_aux)(weights)
+
+
+def test_the_gradient_of_the_batch_is_in_its_order(weights, batch):
+    def of_x(x, loss):
+        return loss(weights, {**batch, "x": x})
+
+    found = jax.grad(of_x)(batch["x"], dafjax.accumulate(root_of_mean, 4))
+    assert_close(found, jax.grad(of_x)(batch["x"], root_of_mean))
+
+
+def test_closed_over_weights_are_differentiated(weights, batch):
+    def outer(w, wrap):
+        scaled = jax.tree.map(lambda x: 2 * x, w)
+        return wrap(lambda unused, batch: mean(scaled, batch))(None, batch)
+
+    found = jax.grad(outer)(weights, lambda f: dafjax.accumulate(f, 3))
+    assert_close(found, jax.grad(outer)(weights, lambda f: f))
+
+
+def test_gradients_in_half_precision_are_added_in_single():
+    w = jnp.ones((), jnp.bfloat16)
+    x = jnp.full(512, 1.0, jnp.bfloat16)
+
+    def loss(w, x):
+        return jnp.sum((w * x).astype(jnp.float32))
+
+    gradient = jax.grad(dafjax.accumulate(loss, 512))(w, x)
+    # In bfloat16, 256 + 1 is 256.
+    assert gradient.dtype == jnp.bfloat16
+    assert gradient == 512
+
+
+class Dropped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5, deterministic=False)(nn.Dense(4)(x))
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_each_microbatch_draws_other_numbers(make):
+    module, x = Dropped(), jnp.ones((SIZE, 3))
+    params = module.init({"params": make(0), "dropout": make(1)}, x)
+
+    def loss(params, x, key):
+        z: Any = module.apply(params, x, rngs={"dropout": key})
+        return jnp.sum(z), z
+
+    _, dropped = dafjax.accumulate(loss, SIZE)(params, x, make(2))
+    masks = np.unique(np.asarray(dropped) != 0, axis=0)
+    # 12 draws of 4 bits: one mask for all microbatches would give one row.
+    assert len(masks) > 4
+
+
+def test_a_key_made_inside_raises():
+    def loss(w, x):
+        return jnp.sum(w * x * jax.random.normal(jax.random.key(0), x.shape))
+
+    with pytest.raises(ValueError, match="a key that is no argument"):
+        dafjax.accumulate(loss, 2)(1.0, jnp.ones(4))
+
+
+def test_the_number_of_tokens_takes_no_second_forward_pass(weights, batch):
+    step = jax.value_and_grad(dafjax.accumulate(masked_mean, 2))
+    closed = jax.make_jaxpr(step)(weights, batch)
+    loops = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
+    products = [str(e.params["jaxpr"]).count("dot_general") for e in loops]
+    assert products[0] == 0
+    assert products[-1] > 0
+
+
+def batch_norm(w, batch):
+    z = logits(w, batch)
+    return jnp.mean(((z - z.mean(0)) / z.std(0)) ** 3)
+
+
+def contrastive(w, batch):
+    z = logits(w, batch)
+    return jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1))
+
+
+def some_examples(w, batch):
+    return jnp.mean(logits(w, batch)[:6])
+
+
+def every_other_example(w, batch):
+    return jnp.mean(logits(w, batch)[::2])
+
+
+def neighbours(w, batch):
+    z = logits(w, batch)
+    return jnp.mean(z * z[::-1])
+
+
+def running_sum(w, batch):
+    return jnp.mean(jnp.cumsum(logits(w, batch), axis=0) ** 2)
+
+
+def worst_example(w, batch):
+    return jnp.max(cross_entropies(w, batch))
+
+
+def sorted_examples(w, batch):
+    return jnp.sum(jnp.sort(logits(w, batch), axis=0) * jnp.ones(5))
+
+
+def weighted_by_place(w, batch):
+    places = jnp.arange(len(batch["x"])).astype(jnp.float32)
+    return jnp.sum(cross_entropies(w, batch) * places)
+
+
+def first_valid_examples(w, batch):
+    valid = jnp.arange(len(batch["x"])) < 7
+    return jnp.sum(jnp.where(valid, cross_entropies(w, batch), 0))
+
+
+def wrong_layout(w, batch):
+    z = logits(w, batch)
+    return jnp.sum(z.reshape(5, -1) * z.T)
+
+
+def over_examples(w, batch):
+    def step(h, x):
+        return jnp.tanh(h + x @ w["in"]), None
+
+    return jnp.sum(lax.scan(step, jnp.zeros(16), batch["x"])[0])
+
+
+def until_all_are_small(w, batch):
+    def is_large(z):
+        return jnp.any(jnp.abs(z) > 1)
+
+    return jnp.sum(lax.while_loop(is_large, lambda z: z / 2, logits(w, batch)))
+
+
+def shuffled(w, batch):
+    z = logits(w, batch)
+    return jnp.sum(z * z[batch["y"]])
+
+
+MIXING = [
+    batch_norm,
+    contrastive,
+    some_examples,
+    every_other_example,
+    neighbours,
+    running_sum,
+    worst_example,
+    sorted_examples,
+    weighted_by_place,
+    first_valid_examples,
+    wrong_layout,
+    over_examples,
+    until_all_are_small,
+    shuffled,
+]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, dafjax.remat_compress])
+@pytest.mark.parametrize("loss", MIXING)
+def test_a_loss_that_mixes_examples_raises(weights, batch, loss, wrap):
+    with pytest.raises(ValueError, match="cannot be computed in microbatches"):
+        dafjax.accumulate(wrap(loss), 2)(weights, batch)
+
+
+def test_the_error_names_the_line(weights, batch):
+    with pytest.raises(
+        ValueError, match=r"`sub` at .*test_accumulate.py:\d+.*batch_norm"
+    ):
+        dafjax.accumulate(batch_norm, 2)(weights, batch)
+
+
+def test_a_program_that_depends_on_the_size_raises(weights, batch):
+    def loss(w, batch):
+        z = logits(w, batch)
+        return jnp.mean(jnp.sin(z) if len(z) > 6 else z)
+
+    with pytest.raises(ValueError, match=r"the whole batch needs .*sin"):
+        dafjax.accumulate(loss, 2)(weights, batch)
+
+
+def squared(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def swapped(x, w):
+    return squared(w, x.T)
+
+
+def of_a_tree(both):
+    return squared(**both)
+
+
+@pytest.mark.parametrize(
+    ("loss", "in_axes", "call"),
+    [
+        (squared, None, lambda f, w, x: f(w, x)),
+        (squared, (None, 0), lambda f, w, x: f(w, x)),
+        (squared, None, lambda f, w, x: f(w, x=x)),
+        (swapped, (1, None), lambda f, w, x: f(x.T, w)),
+        (of_a_tree, ({"w": None, "x": -2},), lambda f, w, x: f({"w": w, "x": x})),
+    ],
+)
+def test_arguments_that_hold_examples(loss, in_axes, call):
+    w, x = jnp.arange(6.0).reshape(3, 2), jnp.arange(24.0).reshape(8, 3)
+    found = call(dafjax.accumulate(loss, 4, in_axes=in_axes), w, x)
+    np.testing.assert_allclose(found, squared(w, x), rtol=1e-6)
+
+
+def test_arguments_that_are_no_arrays_reach_the_function():
+    def loss(w, x, power, *, is_negative):
+        assert isinstance(power, int)
+        return jnp.mean((x @ w) ** power) * (-1 if is_negative else 1)
+
+    w, x = jnp.ones(3), jnp.ones((8, 3))
+    found = dafjax.accumulate(loss, 2)(w, x, 3, is_negative=True)
+    assert found == -27
+
+
+def test_auto_is_the_whole_batch_outside_of_jit(weights, batch):
+    found = jax.make_jaxpr(dafjax.accumulate(mean))(weights, batch)
+    assert str(found) == str(jax.make_jaxpr(mean)(weights, batch))
+
+
+def test_vmap_of_an_accumulated_gradient(weights, batch):
+    several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), weights)
+    over = functools.partial(jax.vmap, in_axes=(0, None))
+    found = over(jax.grad(dafjax.accumulate(masked_mean, 3)))(several, batch)
+    assert_close(found, over(jax.grad(masked_mean))(several, batch))
+
+
+def test_prints_once_for_each_microbatch(batch, capfd):
+    def loss(w, batch):
+        jax.debug.print("weights {}", w)
+        jax.debug.print("labels {}", batch["y"][0])
+        return jnp.mean(batch["x"] * w)
+
+    jax.grad(dafjax.accumulate(loss, 3))(1.0, batch)
+    jax.effects_barrier()
+    out = capfd.readouterr().out
+    assert out.count("labels") == 3
+    assert out.count("weights") == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: dafjax.accumulate(NO_FUNCTION), TypeError, "given a function"),
+        (lambda: dafjax.accumulate(mean, NO_NUMBER), TypeError, "an integer"),
+        (lambda: dafjax.accumulate(mean, True), TypeError, "an integer"),
+        (lambda: dafjax.accumulate(mean, 0), ValueError, "at least 1"),
+    ],
+)
+def test_wrong_options_raise(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ((1.0, jnp.ones((8, 3))), {"microbatches": 3}, ValueError, "1, 2, 4, 8"),
+        ((1.0, jnp.ones(()), jnp.ones(())), {}, ValueError, "there are none"),
+        ((1.0, jnp.ones(4), jnp.ones(6)), {}, ValueError, "one number of examples"),
+        ((1.0, jnp.ones(4)), {"in_axes": (0,)}, ValueError, "one entry for each"),
+        ((1.0, jnp.ones(4)), {"in_axes": (None, 1)}, ValueError, "names the axis 1"),
+        ((1.0, jnp.ones(4)), {"in_axes": (None, "x")}, TypeError, "hold integers"),
+        ((1.0, [jnp.ones(4)]), {"in_axes": (None, (0, 0))}, ValueError, "does not fit"),
+    ],
+)
+def test_wrong_arguments_raise(arguments, options, error, match):
+    def loss(w, *xs):
+        return sum(jnp.sum(w * x) for x in jax.tree.leaves(xs))
+
+    call: Callable[..., Any] = dafjax.accumulate(loss, **{"microbatches": 2, **options})
+    with pytest.raises(error, match=match):
+        call(*arguments)
+
+
+def test_a_loss_that_is_no_scalar_raises(weights, batch):
+    with pytest.raises(TypeError, match="must return a scalar"):
+        dafjax.accumulate(logits, 2)(weights, batch)
