@@ -12,8 +12,8 @@ import jax
 
 from dafjax._contexts import Choice, choosing
 from dafjax._estimate import StepMemory, measure, nothing_is_wrapped
+from dafjax._memory.predict import predict_temp_nbytes
 from dafjax._numbers import align, parse_nbytes, readable
-from dafjax._trace.memory import predict_temp_nbytes
 from dafjax._trace.tracing import is_tracing, trace_context
 
 
