@@ -10,6 +10,8 @@ from typing import Any, TypeAlias, final
 
 import jax
 
+from dafjax._mode import Mode
+
 
 # Maps a function of flat arguments to another one, as `jax.checkpoint` does.
 Transform: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -62,26 +64,25 @@ class Choice:
     Each instance is equal only to itself, and is part of the keys of JAX's caches.
 
     Attributes:
-        bits: Bits of a code; `None` for no codes.
-        rematerialize: Whether the forward pass runs twice.
+        mode: What functions store, and what they compute again.
+        bits: Bits of a code, where there are codes.
         num_calls: How many wrapped functions were traced with these options.
     """
 
-    def __init__(self, bits: int | None, *, rematerialize: bool = False) -> None:
+    _TEXTS: Mapping[Mode, str] = {
+        Mode.PLAIN: "plain",
+        Mode.CODES: "bits={}",
+        Mode.RERUN: "bits={}, rematerialize=True",
+        Mode.EXACT: 'rematerialize="exact"',
+    }
+
+    def __init__(self, mode: Mode, bits: int | None = None) -> None:
+        self.mode = mode
         self.bits = bits
-        self.rematerialize = rematerialize
         self.num_calls = 0
 
     def __str__(self) -> str:
-        if self.bits is None:
-            return "plain" if self.is_plain else 'rematerialize="exact"'
-        again = ", rematerialize=True" if self.rematerialize else ""
-        return f"bits={self.bits}{again}"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the function runs as JAX has it."""
-        return self.bits is None and not self.rematerialize
+        return self._TEXTS[self.mode].format(self.bits)
 
 
 @contextlib.contextmanager

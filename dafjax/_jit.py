@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 import types
@@ -13,6 +14,7 @@ import jax
 from dafjax._contexts import Choice, choosing
 from dafjax._estimate import StepMemory, measure, nothing_is_wrapped
 from dafjax._memory.predict import predict_temp_nbytes
+from dafjax._mode import Mode
 from dafjax._numbers import align, parse_nbytes, readable
 from dafjax._trace.tracing import is_tracing, trace_context
 
@@ -23,12 +25,12 @@ _MOST_COMPILES = 3
 
 def _choices() -> tuple[Choice, ...]:
     """Returns the options to try: the least noisy first, then the fastest."""
-    compressed = (
-        Choice(bits, rematerialize=again)
-        for bits in (8, 4, 2)
-        for again in (False, True)
+    with_codes = itertools.product((8, 4, 2), (Mode.CODES, Mode.RERUN))
+    return (
+        Choice(Mode.PLAIN),
+        Choice(Mode.EXACT),
+        *(Choice(mode, bits) for bits, mode in with_codes),
     )
-    return (Choice(None), Choice(None, rematerialize=True), *compressed)
 
 
 def jit(
@@ -284,7 +286,7 @@ class _Search:
         predicted = self._predicted.get(choice)
         if predicted is None:
             return None
-        scale = self._scale.get(choice.is_plain, 1.0)
+        scale = self._scale.get(choice.mode is Mode.PLAIN, 1.0)
         return self._fixed + math.ceil(scale * predicted)
 
     def _compile(self, choice: Choice) -> StepMemory:
@@ -294,7 +296,7 @@ class _Search:
         self._compiled[choice] = memory
         self._fixed = memory.total_nbytes - memory.temp_nbytes
         predicted = max(self._predicted[choice], 1)
-        self._scale[choice.is_plain] = memory.temp_nbytes / predicted
+        self._scale[choice.mode is Mode.PLAIN] = memory.temp_nbytes / predicted
         return memory
 
     def _too_little(self) -> ValueError:

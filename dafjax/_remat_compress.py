@@ -35,9 +35,10 @@ from dafjax._call import (
 )
 from dafjax._contexts import Choice, current_choice, current_stand_in
 from dafjax._derivative import with_compressed_residuals
+from dafjax._mode import Mode
 from dafjax._numbers import shown
+from dafjax._options import Options, conflict
 from dafjax._passes.pipeline import NAMES
-from dafjax._rules import Options
 from dafjax._schedule.steps import Ties
 from dafjax._trace.tracing import (
     ClosedJaxpr,
@@ -46,7 +47,7 @@ from dafjax._trace.tracing import (
     trace,
     trace_context,
 )
-from dafjax.policies import AbstractPolicy, SaveAll, SaveSaveable, as_policy
+from dafjax.policies import AbstractPolicy, as_policy
 from dafjax.stores import AbstractStore, Arrays
 from dafjax.stores._arrays import AbstractStaticStore
 
@@ -175,30 +176,11 @@ def remat_compress(
             "the function, then call the result: `remat_compress(f)(x)`."
         )
     checked_store = _checked_store(store)
+    mode = _checked_mode(rematerialize)
     if isinstance(bits, (AverageBits, Budget, NoiseCeiling)):
         checked_store = checked_store.allocate_for(bits)
         # These bits hold until others are allocated, and tell which uses need more.
         bits = Bits()
-    if rematerialize and not isinstance(checked_store, AbstractStaticStore):
-        raise NotImplementedError(
-            "`remat_compress(rematerialize=True)` is for `dafjax.stores.Arrays()` and "
-            f"`Host()`, with fixed `bits`, but got `{checked_store!r}`."
-        )
-    checked_policy = as_policy(policy, "remat_compress(policy=...)")
-    recomputes = _checked_rematerialize(rematerialize)
-    is_exact = recomputes == "exact"
-    if is_exact and policy is not None:
-        raise ValueError(
-            '`remat_compress(rematerialize="exact")` saves only values between '
-            f"segments, so that no policy decides, but got `policy={policy!r}`. Leave "
-            "out either."
-        )
-    if rematerialize and isinstance(checked_policy, SaveSaveable):
-        raise NotImplementedError(
-            "`remat_compress(rematerialize=True)` keeps only the values between "
-            "segments, in 8 bits, so that it cannot save exactly what a policy of "
-            f"`jax.checkpoint` names, but got `policy={policy!r}`. Leave out either."
-        )
     _check_prevent_cse(prevent_cse)
     if _checked_flag("concrete", concrete):
         raise NotImplementedError(
@@ -207,16 +189,17 @@ def remat_compress(
             "`static_argnames`."
         )
     options = Options(
-        policy=checked_policy,
+        own_policy=_checked_policy(policy),
         bits=Bits() if bits is None else as_bits(bits, "remat_compress(bits=...)"),
         store=checked_store,
         ties=Ties(),
-        rematerialize=recomputes,
+        mode=mode,
         max_parts=_checked_max_parts(max_parts),
-        without_passes=_checked_passes(without_passes),
+        left_out=_checked_passes(without_passes),
     )
-    if is_exact:
-        options = _without_codes(options)
+    error = conflict(options)
+    if error is not None:
+        raise error
     if bits is None:
         return fun
     return _wrap(
@@ -252,7 +235,7 @@ def _wrap(
         choice = current_choice()
         if choice is not None:
             choice.num_calls += 1
-            if choice.is_plain:
+            if choice.mode is Mode.PLAIN:
                 return _of_leaves(fun, call.static, structure, leaves)(*leaves)
         activations = call.leaf_numbers(
             positions("activation_argnums", activation_argnums, args)
@@ -344,20 +327,9 @@ def _chosen(options: Options, choice: Choice | None) -> Options:
             "Leave out the store, or use `jax.jit`."
         )
     if choice.bits is None:
-        return _without_codes(options)
-    return dataclasses.replace(
-        options,
-        bits=as_bits(choice.bits, "jit"),
-        rematerialize=options.rematerialize or choice.rematerialize,
-    )
-
-
-def _without_codes(options: Options) -> Options:
-    """Returns the options with `rematerialize="exact"`."""
-    # Rewrites change the last bits of gradients.
-    return dataclasses.replace(
-        options, rematerialize="exact", policy=SaveAll(), without_passes=NAMES
-    )
+        return dataclasses.replace(options, own_policy=None, mode=choice.mode)
+    mode = options.mode if options.mode.has_segments else choice.mode
+    return dataclasses.replace(options, bits=as_bits(choice.bits, "jit"), mode=mode)
 
 
 def _trace(
@@ -459,15 +431,19 @@ def _checked_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _checked_rematerialize(value: Any) -> bool | Literal["exact"]:
+def _checked_policy(policy: Any) -> AbstractPolicy | None:
+    return None if policy is None else as_policy(policy, "remat_compress(policy=...)")
+
+
+def _checked_mode(value: Any) -> Mode:
     if isinstance(value, str) and value == "exact":
-        return "exact"
+        return Mode.EXACT
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
             '`remat_compress(rematerialize=...)` must be a bool or `"exact"`, but got '
             f"`{value!r}`."
         )
-    return bool(value)
+    return Mode.RERUN if value else Mode.CODES
 
 
 def _check_prevent_cse(value: Any) -> None:

@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -160,6 +160,35 @@ class ProgramPlan:
         return frozenset(v for v in found if not is_only_turned(v))
 
 
+def plan_of_arguments(program: Program, activations: Sequence[int]) -> ProgramPlan:
+    """Returns the plan of a function that is computed again from its arguments.
+
+    Args:
+        program: The function.
+        activations: The arguments that nothing else keeps alive.
+    """
+    return ProgramPlan(
+        program=program,
+        fingerprint=program.fingerprint,
+        function=program.fingerprint,
+        kept=tuple(
+            Kept(
+                program=program.fingerprint,
+                value=value,
+                shape=tuple(program.avals[value].shape),
+                dtype=program.avals[value].dtype,
+                codec=None,
+                name="",
+                primitive="argument",
+                source="",
+            )
+            for value in activations
+        ),
+        arguments=tuple(set(range(program.num_arguments)).difference(activations)),
+        recomputed={},
+    )
+
+
 def place_of(item: Kept) -> str:
     """Returns the place in the model and the primitive that compute a value."""
     return listed_name(item.name, item.primitive)
@@ -199,11 +228,17 @@ class PlanRecorder:
         # The derivative rules of these functions, and of bodies inside them.
         self.rules: list[Any] = []
 
-    def name(self, plan: ProgramPlan) -> str:
-        """Returns the name for one more forward pass of a plan."""
-        name = f"dafjax_forward_{next(self._NUMBERS)}"
-        self.plans[name] = plan
-        return name
+    def calling(
+        self, plan: ProgramPlan, function: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Returns a forward pass of a plan as a call with a name of its own."""
+
+        def run(*operands: Any, **keywords: Any) -> Any:
+            return function(*operands, **keywords)
+
+        run.__name__ = f"dafjax_forward_{next(self._NUMBERS)}"
+        self.plans[run.__name__] = plan
+        return jax.jit(run)
 
 
 @contextlib.contextmanager

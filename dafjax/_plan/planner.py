@@ -391,7 +391,7 @@ def plan_arguments(
     plan: ProgramPlan,
     program: Program,
     *,
-    bits: Bits | None,
+    bits: Bits,
     activations: Iterable[int],
 ) -> ProgramPlan:
     """Decides how to store the arguments that a function is recomputed from.
@@ -402,7 +402,7 @@ def plan_arguments(
     Args:
         plan: The plan of the function for when it is recomputed.
         program: The function that the plan was made of.
-        bits: The bits of other residuals; `None` to store activations as they are.
+        bits: The bits of other residuals.
         activations: The arguments that nothing keeps alive.
 
     Returns:
@@ -424,9 +424,9 @@ def plan_arguments(
                 program,
                 value,
                 None,
-                Save() if bits is None else _decide_argument(program.avals[value]),
+                _decide_argument(program.avals[value]),
                 _default_codec(
-                    (bits or Bits()).of((), Use.AMPLIFIED),
+                    bits.of((), Use.AMPLIFIED),
                     tuple(program.avals[value].shape),
                     has_channels=value in channels,
                 ),
