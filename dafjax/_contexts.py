@@ -64,25 +64,40 @@ class Choice:
     Each instance is equal only to itself, and is part of the keys of JAX's caches.
 
     Attributes:
-        mode: What functions store, and what they compute again.
+        mode: The residuals that functions store.
         bits: Bits of a code, where there are codes.
-        num_calls: How many wrapped functions were traced with these options.
+        num_calls: How many wrapped functions were traced with these options, or with
+            others because their own options exclude these.
+        num_others: How many were traced with others.
+        others: The options of these functions, as text, by name.
     """
-
-    _TEXTS: Mapping[Mode, str] = {
-        Mode.PLAIN: "plain",
-        Mode.CODES: "bits={}",
-        Mode.RERUN: "bits={}, rematerialize=True",
-        Mode.EXACT: 'rematerialize="exact"',
-    }
 
     def __init__(self, mode: Mode, bits: int | None = None) -> None:
         self.mode = mode
         self.bits = bits
         self.num_calls = 0
+        self.num_others = 0
+        self.others: dict[str, str] = {}
 
     def __str__(self) -> str:
-        return self._TEXTS[self.mode].format(self.bits)
+        return self.mode.text(self.bits)
+
+    @property
+    def is_excluded(self) -> bool:
+        """Whether all functions that were traced got other options."""
+        return 0 < self.num_calls == self.num_others
+
+    def count(self, name: str, *, excluded: bool) -> None:
+        """Counts a call of a wrapped function.
+
+        Args:
+            name: The function.
+            excluded: Whether its own options exclude that segments are computed again.
+        """
+        self.num_calls += 1
+        if excluded:
+            self.num_others += 1
+            self.others[name] = self.mode.without_segments.text(self.bits)
 
 
 @contextlib.contextmanager

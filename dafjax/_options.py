@@ -22,7 +22,7 @@ class Options:
         bits: The bits of codes.
         store: Where packed residuals are stored.
         ties: Which barriers to insert.
-        mode: What is stored, and what is computed again.
+        mode: The residuals that are stored.
         max_parts: Maximum number of chunks, if the user gave one.
         left_out: The passes that the user leaves out.
     """
@@ -47,6 +47,37 @@ class Options:
         """The passes that do not run."""
         # Rewrites change the last bits of gradients.
         return NAMES if self.mode is Mode.EXACT else self.left_out
+
+
+def choose(options: Options, mode: Mode, bits: Bits) -> tuple[Options, bool]:
+    """Returns the options that a wrapped function gets from `dafjax.jit`.
+
+    Args:
+        options: The user's options.
+        mode: The mode that `dafjax.jit` tries. A function that has segments keeps them.
+        bits: The bits of codes that it tries.
+
+    Returns:
+        The options, and whether the user's options exclude segments. Then the function
+        has none.
+
+    Raises:
+        NotImplementedError: The store's bits change at run time.
+    """
+    if mode is Mode.PLAIN:
+        return dataclasses.replace(options, mode=mode), False
+    if not isinstance(options.store, AbstractStaticStore):
+        raise NotImplementedError(
+            "`dafjax.jit(memory=...)` chooses fixed bits, for `dafjax.stores.Arrays()` "
+            f"and `Host()`, but a wrapped function has `store={options.store!r}`. "
+            "Leave out the store, or use `jax.jit`."
+        )
+    if mode is not Mode.EXACT and options.mode.has_segments:
+        mode = options.mode
+    chosen = dataclasses.replace(options, mode=mode, bits=bits)
+    if conflict(chosen) is None:
+        return chosen, False
+    return dataclasses.replace(chosen, mode=mode.without_segments), True
 
 
 def conflict(options: Options) -> Exception | None:

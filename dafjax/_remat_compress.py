@@ -37,7 +37,7 @@ from dafjax._contexts import Choice, current_choice, current_stand_in
 from dafjax._derivative import with_compressed_residuals
 from dafjax._mode import Mode
 from dafjax._numbers import shown
-from dafjax._options import Options, conflict
+from dafjax._options import Options, choose, conflict
 from dafjax._passes.pipeline import NAMES
 from dafjax._schedule.steps import Ties
 from dafjax._trace.tracing import (
@@ -49,7 +49,6 @@ from dafjax._trace.tracing import (
 )
 from dafjax.policies import AbstractPolicy, as_policy
 from dafjax.stores import AbstractStore, Arrays
-from dafjax.stores._arrays import AbstractStaticStore
 
 
 def remat_compress(
@@ -222,7 +221,7 @@ def _wrap(
     activation_argnums: tuple[int, ...],
     seed: np.uint32 | jax.Array,
 ) -> Callable[..., Any]:
-    cache = _TraceCache(fun, options)
+    cache = _TraceCache(fun)
     parameters = positional_parameters(fun)
 
     @functools.wraps(fun)
@@ -232,15 +231,13 @@ def _wrap(
         stand_in = current_stand_in()
         if stand_in is not None:
             return stand_in(_of_leaves(fun, call.static, structure, leaves), leaves)
-        choice = current_choice()
-        if choice is not None:
-            choice.num_calls += 1
-            if choice.mode is Mode.PLAIN:
-                return _of_leaves(fun, call.static, structure, leaves)(*leaves)
+        chosen = _chosen(fun, options, current_choice())
+        if chosen.mode is Mode.PLAIN:
+            return _of_leaves(fun, call.static, structure, leaves)(*leaves)
         activations = call.leaf_numbers(
             positions("activation_argnums", activation_argnums, args)
         )
-        traced = cache.trace(call.static, structure, leaves, activations)
+        traced = cache.trace(chosen, call.static, structure, leaves, activations)
         operands = (*traced.consts, *leaves)
         if any(isinstance(operand, Tracer) for operand in operands):
             with explained_forward_mode(fun):
@@ -251,6 +248,18 @@ def _wrap(
         return jax.tree.unflatten(traced.out_structure, results)
 
     return wrapped
+
+
+def _chosen(
+    fun: Callable[..., Any], options: Options, choice: Choice | None
+) -> Options:
+    """Returns the options with those that `dafjax.jit` chose, if it did."""
+    if choice is None:
+        return options
+    bits = options.bits if choice.bits is None else as_bits(choice.bits, "jit")
+    chosen, excluded = choose(options, choice.mode, bits)
+    choice.count(getattr(fun, "__name__", repr(fun)), excluded=excluded)
+    return chosen
 
 
 @final
@@ -282,13 +291,13 @@ class _TraceCache:
 
     _MAX_ENTRIES = 64
 
-    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+    def __init__(self, fun: Callable[..., Any]) -> None:
         self._fun = fun
-        self._options = options
         self._entries: collections.OrderedDict[Any, _Traced] = collections.OrderedDict()
 
     def trace(
         self,
+        options: Options,
         static: tuple[tuple[int | str, Hashable], ...],
         structure: Any,
         leaves: Sequence[Any],
@@ -303,33 +312,12 @@ class _TraceCache:
         )
         traced = self._entries.get(key)
         if traced is None:
-            options = _chosen(self._options, current_choice())
             traced = _trace(self._fun, options, static, structure, leaves, activations)
             if not any(isinstance(const, Tracer) for const in traced.consts):
                 self._entries[key] = traced
                 if len(self._entries) > self._MAX_ENTRIES:
                     self._entries.popitem(last=False)
         return traced
-
-
-def _chosen(options: Options, choice: Choice | None) -> Options:
-    """Returns the options with those that `dafjax.jit` chose, if it did.
-
-    Raises:
-        NotImplementedError: The store's bits change at run time.
-    """
-    if choice is None:
-        return options
-    if not isinstance(options.store, AbstractStaticStore):
-        raise NotImplementedError(
-            "`dafjax.jit(memory=...)` chooses fixed bits, for `dafjax.stores.Arrays()` "
-            f"and `Host()`, but a wrapped function has `store={options.store!r}`. "
-            "Leave out the store, or use `jax.jit`."
-        )
-    if choice.bits is None:
-        return dataclasses.replace(options, own_policy=None, mode=choice.mode)
-    mode = options.mode if options.mode.has_segments else choice.mode
-    return dataclasses.replace(options, bits=as_bits(choice.bits, "jit"), mode=mode)
 
 
 def _trace(
