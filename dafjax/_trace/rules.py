@@ -40,8 +40,9 @@ class Error(enum.IntEnum):
     JUMPS = 3
     # The result flips even where a recomputed operand rounds differently.
     FLIPS = 4
-    # The result says where an element is, or solves for it: the operand must be exact.
-    SEARCHES = 5
+    # No error is allowed: the operands must be exact. The result tells where an element
+    # is, or an operand is a matrix that divides.
+    NEEDS_EXACT = 5
 
 
 class Operands(enum.Enum):
@@ -592,15 +593,15 @@ OPS: Mapping[str, OpRule] = {
     "rng_bit_generator": OpRule(_DRAW),
     "threefry2x32": OpRule(_DRAW),
     "threefry4x32": OpRule(_DRAW),
-    # Searches. The gradient of max-pooling looks for the place of the maximum.
-    "select_and_gather_add": OpRule(error=Error.SEARCHES),
-    "select_and_scatter_add": OpRule(error=Error.SEARCHES),
-    "sort": OpRule(error=Error.SEARCHES),
+    # The gradient of max-pooling looks for the place of the maximum.
+    "select_and_gather_add": OpRule(error=Error.NEEDS_EXACT),
+    "select_and_scatter_add": OpRule(error=Error.NEEDS_EXACT),
+    "sort": OpRule(error=Error.NEEDS_EXACT),
     # Matrices that divide: a code near 0 may decode to 0, and the rows of a factor can
     # differ by any scale.
-    "custom_linear_solve": OpRule(error=Error.SEARCHES),
-    "triangular_solve": OpRule(error=Error.SEARCHES),
-    "tridiagonal_solve": OpRule(error=Error.SEARCHES),
+    "custom_linear_solve": OpRule(error=Error.NEEDS_EXACT),
+    "triangular_solve": OpRule(error=Error.NEEDS_EXACT),
+    "tridiagonal_solve": OpRule(error=Error.NEEDS_EXACT),
     "scatter-add": OpRule(elements=_JOINED, lowering=_IN_PLACE),
     # Nothing but the lowering is known of these.
     "optimization_barrier": OpRule(lowering=_IDENTITY),
