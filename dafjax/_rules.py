@@ -13,8 +13,8 @@ from jax import lax
 from dafjax._native import first_order, installed_plugins, tie
 from dafjax._options import Options
 from dafjax._passes.pipeline import Context
-from dafjax._plan.plan import ProgramPlan, current_recorder, plan_of_arguments
-from dafjax._plan.planner import plan_arguments
+from dafjax._plan.plan import ProgramPlan, current_recorder
+from dafjax._plan.planner import plan_arguments, save_arguments
 from dafjax._schedule.chunking import usual_parts, usual_parts_apart
 from dafjax._schedule.forward import run_forward
 from dafjax._schedule.instructions import Instruction
@@ -138,7 +138,7 @@ class ExactRule(Rule):
         del seed
         recorder, run = current_recorder(), self._plain.function
         if recorder is not None and self.stages is not None:
-            saved = plan_of_arguments(self.stages.traced, self._activations)
+            saved = save_arguments(self.stages.traced, self._activations)
             run = recorder.calling(saved, run)
         return run(*arguments), list(arguments)
 

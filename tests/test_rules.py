@@ -12,6 +12,7 @@ import pytest
 from jax.extend.core import Primitive
 
 import dafjax
+from dafjax._memory.read import READERS
 from dafjax._trace.graph import flatten
 from dafjax._trace.rules import OPS, WITHOUT_ROW, Error, Lowering, Operands, rule_of
 
@@ -65,6 +66,10 @@ def test_no_row_names_a_primitive_that_jax_and_dafjax_lack():
     functions.add("outer_product")
     known = _primitives() | _primitives_of_dafjax() | functions
     assert OPS.keys() - known <= _OF_OTHER_VERSIONS
+
+
+def test_the_memory_model_reads_primitives_that_exist():
+    assert READERS.keys() <= _primitives() | _primitives_of_dafjax()
 
 
 def test_elementwise_primitives_are_fused_or_do_not_run():

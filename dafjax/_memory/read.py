@@ -125,8 +125,8 @@ class _Reader:
             return self.splice(with_constants(body), operands)
         if Lowering.IDENTITY in rule.lowering:
             return operands
-        if name in _READERS:
-            return _READERS[name](self, eqn, operands)
+        if name in READERS:
+            return READERS[name](self, eqn, operands)
         avals = _avals(eqn)
         zeros = [
             _is_zero(atom) if value == CONSTANT else value in self._zeros
@@ -274,7 +274,7 @@ def _read_convolution(reader: _Reader, eqn: Any, operands: _Operands) -> Sequenc
     return (result,)
 
 
-_READERS: Mapping[str, Callable[[_Reader, Any, _Operands], Sequence[int]]] = {
+READERS: Mapping[str, Callable[[_Reader, Any, _Operands], Sequence[int]]] = {
     "cond": _read_branches,
     "conv_general_dilated": _read_convolution,
     "dafjax_hold": _read_barrier,

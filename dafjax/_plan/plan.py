@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import jax
@@ -158,35 +158,6 @@ class ProgramPlan:
             )
 
         return frozenset(v for v in found if not is_only_turned(v))
-
-
-def plan_of_arguments(program: Program, activations: Sequence[int]) -> ProgramPlan:
-    """Returns the plan of a function that is computed again from its arguments.
-
-    Args:
-        program: The function.
-        activations: The arguments that nothing else keeps alive.
-    """
-    return ProgramPlan(
-        program=program,
-        fingerprint=program.fingerprint,
-        function=program.fingerprint,
-        kept=tuple(
-            Kept(
-                program=program.fingerprint,
-                value=value,
-                shape=tuple(program.avals[value].shape),
-                dtype=program.avals[value].dtype,
-                codec=None,
-                name="",
-                primitive="argument",
-                source="",
-            )
-            for value in activations
-        ),
-        arguments=tuple(set(range(program.num_arguments)).difference(activations)),
-        recomputed={},
-    )
 
 
 def place_of(item: Kept) -> str:

@@ -441,6 +441,28 @@ def plan_arguments(
     )
 
 
+def save_arguments(program: Program, activations: Sequence[int]) -> ProgramPlan:
+    """Returns the plan of a function that is computed again from exact arguments.
+
+    Args:
+        program: The function.
+        activations: The arguments that nothing else keeps alive.
+    """
+    return ProgramPlan(
+        program=program,
+        fingerprint=program.fingerprint,
+        function=program.fingerprint,
+        kept=tuple(
+            _describe(program, value, None, Save(), None, is_packed=False)
+            for value in activations
+        ),
+        arguments=tuple(
+            v for v in range(program.num_arguments) if v not in activations
+        ),
+        recomputed={},
+    )
+
+
 def _decide_argument(aval: Any) -> Decision:
     described = Residual(
         shape=tuple(aval.shape),
@@ -489,7 +511,7 @@ def _describe(
     value: int,
     producer: Equation | None,
     decision: Decision,
-    default: AbstractCodec,
+    default: AbstractCodec | None,
     *,
     is_packed: bool,
     stands_for: int | None = None,
@@ -498,6 +520,7 @@ def _describe(
     codec = None
     if isinstance(decision, Compress):
         codec = default if decision.codec is None else decision.codec
+    if codec is not None:
         like = jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype))
         codec.check(like)
         # Codes of a few elements are mostly padding.
