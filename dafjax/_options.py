@@ -75,9 +75,13 @@ def choose(options: Options, mode: Mode, bits: Bits) -> tuple[Options, bool]:
     if mode is not Mode.EXACT and options.mode.has_segments:
         mode = options.mode
     chosen = dataclasses.replace(options, mode=mode, bits=bits)
-    if conflict(chosen) is None:
-        return chosen, False
-    return dataclasses.replace(chosen, mode=mode.without_segments), True
+    has_other_segments = mode.has_segments and mode is not options.mode
+    is_excluded = conflict(chosen) is not None or (
+        has_other_segments and options.policy.is_of_one_program
+    )
+    if is_excluded:
+        chosen = dataclasses.replace(chosen, mode=mode.without_segments)
+    return chosen, is_excluded
 
 
 def conflict(options: Options) -> Exception | None:

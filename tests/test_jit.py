@@ -253,6 +253,15 @@ def test_other_functions_of_the_step_are_computed_again(
     assert not choice.is_excluded
 
 
+def test_a_saved_plan_is_for_the_whole_function(example):
+    wrapped = dafjax.remat_compress(layers)
+    plan = dafjax.saved_residuals(wrapped, *example)
+    planned = dafjax.remat_compress(layers, policy=plan)
+    step = dafjax.jit(jax.grad(planned, argnums=(0, 1)), memory="3MiB")
+    with pytest.raises(ValueError, match=r"policies of `layers` exclude `remat"):
+        step(*example)
+
+
 def test_what_does_not_fit_names_functions_that_are_not_computed_again(example):
     step = dafjax.jit(jax.grad(saving(layers)), memory="3MiB")
     with pytest.raises(ValueError, match=r"policies of `layers` exclude `remat"):
