@@ -25,7 +25,7 @@ import dafjax
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console, make_table
 from benchmarks.zoo import NETWORKS, Network
-from dafjax._trace.memory import predict_temp_nbytes
+from dafjax._memory.predict import predict_temp_nbytes
 
 
 METHODS: Mapping[str, Callable[..., Any]] = {

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias, final
 
 import jax
 
+from dafjax._mode import Mode
+
 
 # Maps a function of flat arguments to another one, as `jax.checkpoint` does.
 Transform: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -62,34 +64,44 @@ class Choice:
     Each instance is equal only to itself, and is part of the keys of JAX's caches.
 
     Attributes:
-        bits: Bits of a code; `None` for no codes.
-        rematerialize: Whether the forward pass runs twice.
+        mode: The residuals that functions store.
+        bits: Bits of a code, where there are codes.
         microbatches: How many microbatches `accumulate("auto")` takes.
-        num_calls: How many wrapped functions were traced with these options.
+        num_calls: How many wrapped functions were traced with these options, or with
+            others because their own options exclude these.
+        num_others: How many were traced with others.
+        others: The options of these functions, as text, by name.
     """
 
     def __init__(
-        self,
-        bits: int | None,
-        *,
-        rematerialize: bool = False,
-        microbatches: int = 1,
+        self, mode: Mode, bits: int | None = None, microbatches: int = 1
     ) -> None:
+        self.mode = mode
         self.bits = bits
-        self.rematerialize = rematerialize
         self.microbatches = microbatches
         self.num_calls = 0
+        self.num_others = 0
+        self.others: dict[str, str] = {}
 
     def __str__(self) -> str:
-        if self.bits is None:
-            return "plain" if self.is_plain else 'rematerialize="exact"'
-        again = ", rematerialize=True" if self.rematerialize else ""
-        return f"bits={self.bits}{again}"
+        return self.mode.text(self.bits)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the function runs as JAX has it."""
-        return self.bits is None and not self.rematerialize
+    def is_excluded(self) -> bool:
+        """Whether all functions that were traced got other options."""
+        return 0 < self.num_calls == self.num_others
+
+    def count(self, name: str, *, excluded: bool) -> None:
+        """Counts a call of a wrapped function.
+
+        Args:
+            name: The function.
+            excluded: Whether its own options exclude that segments are computed again.
+        """
+        self.num_calls += 1
+        if excluded:
+            self.num_others += 1
+            self.others[name] = self.mode.without_segments.text(self.bits)
 
 
 @contextlib.contextmanager

@@ -17,15 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from dafjax._mode import Mode
 from dafjax._native import tie
 from dafjax._numbers import Array
+from dafjax._options import Options
 from dafjax._passes.pipeline import Context, run_passes
 from dafjax._plan.plan import current_recorder, find_brief
 from dafjax._plan.planner import make_plan
 from dafjax._plan.segments import cut
 from dafjax._rules import (
     ExactRule,
-    Options,
     PlainRule,
     RerunRule,
     Rule,
@@ -129,7 +130,7 @@ def with_compressed_residuals(
     """
     if perturbed is None:
         perturbed = (False,) * len(closed.in_avals)
-    if not options.rematerialize:
+    if not options.mode.has_segments:
         return _with_rule(
             _Part(
                 closed,
@@ -140,8 +141,7 @@ def with_compressed_residuals(
                 always_perturbed=tuple(perturbed),
             )
         )
-    is_exact = options.rematerialize == "exact"
-    segments, results = cut(closed, activations, is_exact=is_exact)
+    segments, results = cut(closed, activations, options.mode)
     moving = perturbed_values(closed, perturbed)
     # Segments that are not recomputed store their residuals at the same time, so they
     # share the allowance for more bits of small residuals. The loops of a segment count
@@ -230,7 +230,8 @@ class _Part:
             # The seed becomes the first argument.
             perturbed, shift = (False, *perturbed), 1
         numbers = tuple(number + shift for number in self.activations)
-        if options.rematerialize == "exact" and not recorded:
+        is_exact = options.mode is Mode.EXACT
+        if is_exact and not recorded:
             return self._exact(perturbed, source)
         # Inner wrapped functions are traced here. The outermost decides, so their
         # residuals are part of this plan.
@@ -253,9 +254,10 @@ class _Part:
         # Residuals of a body are never short-lived: other iterations run meanwhile.
         if self.iterations is None and not options.store.takes_brief:
             plan = dataclasses.replace(plan, brief=find_brief(plan))
-        repeats = self.runs_again and options.rematerialize == "exact"
-        if plan.compresses or options.policy.is_binding or repeats:
-            stages = Stages(traced, context, plan, options, iterations)
+        stages = Stages(traced, context, plan, options, iterations)
+        if is_exact and self.runs_again:
+            return self._exact(perturbed, source, stages)
+        if plan.compresses or options.policy.is_binding:
             if self.runs_again:
                 return RerunRule(plan, program, options, numbers, stages)
             return ScheduledRule(plan, options, stages)
@@ -266,13 +268,16 @@ class _Part:
             return ScheduledRule(plan, options)
         return PlainRule(perturbed, self.differentiable, as_function(source))
 
-    def _exact(self, perturbed: tuple[bool, ...], source: ClosedJaxpr) -> Rule:
-        function = as_function(source)
+    def _exact(
+        self,
+        perturbed: tuple[bool, ...],
+        source: ClosedJaxpr,
+        stages: Stages | None = None,
+    ) -> Rule:
+        plain = PlainRule(perturbed, self.differentiable, as_function(source))
         if not self.runs_again:
-            return PlainRule(perturbed, self.differentiable, function)
-        return ExactRule(
-            perturbed, self.differentiable, function, self.activations, self.slices
-        )
+            return plain
+        return ExactRule(plain, self.activations, self.slices, stages)
 
     def seed_of(self, seed: Any, perturbed: Sequence[Any]) -> jax.Array:
         """Returns the seed of the noise of one step, given the perturbed arguments."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 import types
@@ -12,8 +13,9 @@ import jax
 
 from dafjax._contexts import Choice, choosing
 from dafjax._estimate import StepMemory, measure, nothing_is_wrapped
+from dafjax._memory.predict import predict_temp_nbytes
+from dafjax._mode import Mode
 from dafjax._numbers import align, parse_nbytes, readable
-from dafjax._trace.memory import predict_temp_nbytes
 from dafjax._trace.tracing import is_tracing, trace_context
 
 
@@ -23,12 +25,12 @@ _MOST_COMPILES = 3
 
 def _choices() -> tuple[Choice, ...]:
     """Returns the options to try: the least noisy first, then the fastest."""
-    compressed = (
-        Choice(bits, rematerialize=again)
-        for bits in (8, 4, 2)
-        for again in (False, True)
+    with_codes = itertools.product((8, 4, 2), (Mode.CODES, Mode.RERUN))
+    return (
+        Choice(Mode.PLAIN),
+        Choice(Mode.EXACT),
+        *(Choice(mode, bits) for bits, mode in with_codes),
     )
-    return (Choice(None), Choice(None, rematerialize=True), *compressed)
 
 
 def jit(
@@ -41,7 +43,9 @@ def jit(
     programs that fit, the one with the least noise, and of these the fastest. It tries,
     in this order: plain JAX; `rematerialize="exact"`; 8, 4 and 2 bits, each first
     without and then with `rematerialize=True`. The other options of `remat_compress`
-    stay as they are.
+    stay as they are. A wrapped function whose policy excludes `rematerialize` runs
+    without it: with the same bits, or as in plain JAX in place of `"exact"`. The report
+    names it.
 
     The limit covers the memory that the step holds while it runs: arguments, temporary
     arrays, and results that do not reuse donated arguments. Leave room for the rest of
@@ -95,11 +99,16 @@ class TriedProgram:
         predicted_nbytes: Bytes of the whole step that the model predicts; `None` if
             nothing was predicted, because a program before fits.
         compiled: The compiler's figures, if it was compiled.
+        others: The wrapped functions whose own options exclude these, with the options
+            that they get instead, as text.
+        is_skipped: Whether all functions are such: another program is the same.
     """
 
     options: str
     predicted_nbytes: int | None
     compiled: StepMemory | None
+    others: tuple[tuple[str, str], ...] = ()
+    is_skipped: bool = False
 
 
 @final
@@ -127,10 +136,17 @@ class JitReport:
             verdict = "" if total is None or total <= self.limit_nbytes else "too large"
             if tried.options == self.options:
                 verdict = "chosen"
+            if tried.is_skipped:
+                verdict = "skipped"
             cells = map(_shown, (tried.predicted_nbytes, total))
             rows.append((tried.options, *cells, verdict))
         table = align(rows, right=range(1, 3))
-        return f"limit {readable(self.limit_nbytes)}\n{table}"
+        notes = (
+            f"{tried.options}: `{name}` gets {options}, because of its policy"
+            for tried in self.tried
+            for name, options in tried.others
+        )
+        return "\n".join((f"limit {readable(self.limit_nbytes)}", table, *notes))
 
 
 def _shown(nbytes: int | None) -> str:
@@ -245,12 +261,17 @@ class _Search:
                 best = choice
         if best is None:
             raise self._too_little()
-        tried = (
-            TriedProgram(str(c), self._total(c), self._compiled.get(c))
-            for c in self._choices
+        tried = tuple(map(self._tried, self._choices))
+        return best, JitReport(self._limit, str(best), self._compiled[best], tried)
+
+    def _tried(self, choice: Choice) -> TriedProgram:
+        return TriedProgram(
+            str(choice),
+            self._total(choice),
+            self._compiled.get(choice),
+            tuple(choice.others.items()),
+            choice.is_excluded,
         )
-        memory = self._compiled[best]
-        return best, JitReport(self._limit, str(best), memory, tuple(tried))
 
     def _next(self, best: Choice | None) -> Choice | None:
         """Returns what to compile next: less noisy than the best so far."""
@@ -266,25 +287,29 @@ class _Search:
             smallest if self._predict(smallest) < min(found, default=math.inf) else None
         )
 
-    def _predict(self, choice: Choice) -> int:
-        """Returns the bytes that the whole step is predicted to need."""
-        if choice not in self._predicted:
+    def _predict(self, choice: Choice) -> float:
+        """Returns the bytes that the whole step is predicted to need.
+
+        Infinity if all functions get other options: another program is the same.
+        """
+        if choice not in self._predicted and not choice.is_excluded:
             args, kwargs = self._arguments
             with choosing(choice):
                 traced = self._jitted.trace(*args, **kwargs)
             if not choice.num_calls:
                 raise nothing_is_wrapped("dafjax.jit", self._name)
+            if choice.is_excluded:
+                return math.inf
             self._fixed = self._fixed or _nbytes_of_arrays(traced)
             self._predicted[choice] = predict_temp_nbytes(traced.jaxpr)
         total = self._total(choice)
-        assert total is not None
-        return total
+        return math.inf if total is None else total
 
     def _total(self, choice: Choice) -> int | None:
         predicted = self._predicted.get(choice)
         if predicted is None:
             return None
-        scale = self._scale.get(choice.is_plain, 1.0)
+        scale = self._scale.get(choice.mode is Mode.PLAIN, 1.0)
         return self._fixed + math.ceil(scale * predicted)
 
     def _compile(self, choice: Choice) -> StepMemory:
@@ -294,7 +319,7 @@ class _Search:
         self._compiled[choice] = memory
         self._fixed = memory.total_nbytes - memory.temp_nbytes
         predicted = max(self._predicted[choice], 1)
-        self._scale[choice.is_plain] = memory.temp_nbytes / predicted
+        self._scale[choice.mode is Mode.PLAIN] = memory.temp_nbytes / predicted
         return memory
 
     def _too_little(self) -> ValueError:
@@ -307,10 +332,16 @@ class _Search:
             f"{readable(least.total_nbytes)}, with {choice}: arguments "
             f"{readable(least.argument_nbytes)}, temporary arrays "
             f"{readable(least.temp_nbytes)}, results {readable(least.output_nbytes)}, "
-            f"of which {readable(least.donated_nbytes)} reuse donated arguments. Raise "
-            "the limit; donate arguments (`donate_argnums`); or take a smaller batch: "
-            "`dafjax.fit_batch` finds the largest that fits."
+            f"of which {readable(least.donated_nbytes)} reuse donated arguments. "
+            f"{self._others()}Raise the limit; donate arguments (`donate_argnums`); or "
+            "take a smaller batch: `dafjax.fit_batch` finds the largest that fits."
         )
+
+    def _others(self) -> str:
+        """Names functions that are not computed again, for an error."""
+        names = dict.fromkeys(name for c in self._choices for name in c.others)
+        listed = ", ".join(f"`{name}`" for name in names)
+        return f"The policies of {listed} exclude `rematerialize`. " if names else ""
 
 
 def _nbytes_of_arrays(traced: Any) -> int:

@@ -40,9 +40,10 @@ from dafjax._contexts import (
     current_stand_in,
 )
 from dafjax._derivative import with_compressed_residuals
+from dafjax._mode import Mode
 from dafjax._numbers import shown
+from dafjax._options import Options, choose, conflict
 from dafjax._passes.pipeline import NAMES
-from dafjax._rules import Options
 from dafjax._schedule.steps import Ties
 from dafjax._trace.tracing import (
     ClosedJaxpr,
@@ -51,9 +52,8 @@ from dafjax._trace.tracing import (
     trace,
     trace_context,
 )
-from dafjax.policies import AbstractPolicy, SaveAll, SaveSaveable, as_policy
+from dafjax.policies import AbstractPolicy, as_policy
 from dafjax.stores import AbstractStore, Arrays
-from dafjax.stores._arrays import AbstractStaticStore
 
 
 def remat_compress(
@@ -180,30 +180,11 @@ def remat_compress(
             "the function, then call the result: `remat_compress(f)(x)`."
         )
     checked_store = _checked_store(store)
+    mode = _checked_mode(rematerialize)
     if isinstance(bits, (AverageBits, Budget, NoiseCeiling)):
         checked_store = checked_store.allocate_for(bits)
         # These bits hold until others are allocated, and tell which uses need more.
         bits = Bits()
-    if rematerialize and not isinstance(checked_store, AbstractStaticStore):
-        raise NotImplementedError(
-            "`remat_compress(rematerialize=True)` is for `dafjax.stores.Arrays()` and "
-            f"`Host()`, with fixed `bits`, but got `{checked_store!r}`."
-        )
-    checked_policy = as_policy(policy, "remat_compress(policy=...)")
-    recomputes = _checked_rematerialize(rematerialize)
-    is_exact = recomputes == "exact"
-    if is_exact and policy is not None:
-        raise ValueError(
-            '`remat_compress(rematerialize="exact")` saves only values between '
-            f"segments, so that no policy decides, but got `policy={policy!r}`. Leave "
-            "out either."
-        )
-    if rematerialize and isinstance(checked_policy, SaveSaveable):
-        raise NotImplementedError(
-            "`remat_compress(rematerialize=True)` keeps only the values between "
-            "segments, in 8 bits, so that it cannot save exactly what a policy of "
-            f"`jax.checkpoint` names, but got `policy={policy!r}`. Leave out either."
-        )
     _check_prevent_cse(prevent_cse)
     if _checked_flag("concrete", concrete):
         raise NotImplementedError(
@@ -212,16 +193,17 @@ def remat_compress(
             "`static_argnames`."
         )
     options = Options(
-        policy=checked_policy,
+        own_policy=_checked_policy(policy),
         bits=Bits() if bits is None else as_bits(bits, "remat_compress(bits=...)"),
         store=checked_store,
         ties=Ties(),
-        rematerialize=recomputes,
+        mode=mode,
         max_parts=_checked_max_parts(max_parts),
-        without_passes=_checked_passes(without_passes),
+        left_out=_checked_passes(without_passes),
     )
-    if is_exact:
-        options = _without_codes(options)
+    error = conflict(options)
+    if error is not None:
+        raise error
     if bits is None:
         return fun
     return _wrap(
@@ -244,7 +226,7 @@ def _wrap(
     activation_argnums: tuple[int, ...],
     seed: np.uint32 | jax.Array,
 ) -> Callable[..., Any]:
-    cache = _TraceCache(fun, options)
+    cache = _TraceCache(fun)
     parameters = positional_parameters(fun)
     wrap_alike = functools.partial(
         _wrap,
@@ -261,18 +243,15 @@ def _wrap(
         stand_in = current_stand_in()
         if stand_in is not None:
             return stand_in(_of_leaves(fun, call.static, structure, leaves), leaves)
-        choice = current_choice()
-        if choice is not None:
-            choice.num_calls += 1
-            if choice.is_plain:
-                return _of_leaves(fun, call.static, structure, leaves)(*leaves)
         recorder = current_recorder()
-        if recorder is not None and recorder.opens:
+        chosen = _chosen(fun, options, current_choice())
+        opens = recorder is not None and recorder.opens
+        if chosen.mode is Mode.PLAIN or opens:
             return _of_leaves(fun, call.static, structure, leaves)(*leaves)
         activations = call.leaf_numbers(
             positions("activation_argnums", activation_argnums, args)
         )
-        traced = cache.trace(call.static, structure, leaves, activations)
+        traced = cache.trace(chosen, call.static, structure, leaves, activations)
         operands = (*traced.consts, *leaves)
         if any(isinstance(operand, Tracer) for operand in operands):
             with explained_forward_mode(fun):
@@ -285,6 +264,18 @@ def _wrap(
         return jax.tree.unflatten(traced.out_structure, results)
 
     return wrapped
+
+
+def _chosen(
+    fun: Callable[..., Any], options: Options, choice: Choice | None
+) -> Options:
+    """Returns the options with those that `dafjax.jit` chose, if it did."""
+    if choice is None:
+        return options
+    bits = options.bits if choice.bits is None else as_bits(choice.bits, "jit")
+    chosen, excluded = choose(options, choice.mode, bits)
+    choice.count(getattr(fun, "__name__", repr(fun)), excluded=excluded)
+    return chosen
 
 
 @final
@@ -316,13 +307,13 @@ class _TraceCache:
 
     _MAX_ENTRIES = 64
 
-    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+    def __init__(self, fun: Callable[..., Any]) -> None:
         self._fun = fun
-        self._options = options
         self._entries: collections.OrderedDict[Any, _Traced] = collections.OrderedDict()
 
     def trace(
         self,
+        options: Options,
         static: tuple[tuple[int | str, Hashable], ...],
         structure: Any,
         leaves: Sequence[Any],
@@ -337,44 +328,12 @@ class _TraceCache:
         )
         traced = self._entries.get(key)
         if traced is None:
-            options = _chosen(self._options, current_choice())
             traced = _trace(self._fun, options, static, structure, leaves, activations)
             if not any(isinstance(const, Tracer) for const in traced.consts):
                 self._entries[key] = traced
                 if len(self._entries) > self._MAX_ENTRIES:
                     self._entries.popitem(last=False)
         return traced
-
-
-def _chosen(options: Options, choice: Choice | None) -> Options:
-    """Returns the options with those that `dafjax.jit` chose, if it did.
-
-    Raises:
-        NotImplementedError: The store's bits change at run time.
-    """
-    if choice is None:
-        return options
-    if not isinstance(options.store, AbstractStaticStore):
-        raise NotImplementedError(
-            "`dafjax.jit(memory=...)` chooses fixed bits, for `dafjax.stores.Arrays()` "
-            f"and `Host()`, but a wrapped function has `store={options.store!r}`. "
-            "Leave out the store, or use `jax.jit`."
-        )
-    if choice.bits is None:
-        return _without_codes(options)
-    return dataclasses.replace(
-        options,
-        bits=as_bits(choice.bits, "jit"),
-        rematerialize=options.rematerialize or choice.rematerialize,
-    )
-
-
-def _without_codes(options: Options) -> Options:
-    """Returns the options with `rematerialize="exact"`."""
-    # Rewrites change the last bits of gradients.
-    return dataclasses.replace(
-        options, rematerialize="exact", policy=SaveAll(), without_passes=NAMES
-    )
 
 
 def _trace(
@@ -476,15 +435,19 @@ def _checked_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _checked_rematerialize(value: Any) -> bool | Literal["exact"]:
+def _checked_policy(policy: Any) -> AbstractPolicy | None:
+    return None if policy is None else as_policy(policy, "remat_compress(policy=...)")
+
+
+def _checked_mode(value: Any) -> Mode:
     if isinstance(value, str) and value == "exact":
-        return "exact"
+        return Mode.EXACT
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
             '`remat_compress(rematerialize=...)` must be a bool or `"exact"`, but got '
             f"`{value!r}`."
         )
-    return bool(value)
+    return Mode.RERUN if value else Mode.CODES
 
 
 def _check_prevent_cse(value: Any) -> None:

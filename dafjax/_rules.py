@@ -5,43 +5,27 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, final
 
 import jax
 from jax import lax
 
-from dafjax._bits import Bits
 from dafjax._native import first_order, installed_plugins, tie
+from dafjax._options import Options
 from dafjax._passes.pipeline import Context
 from dafjax._plan.plan import ProgramPlan, current_recorder
-from dafjax._plan.planner import plan_arguments
+from dafjax._plan.planner import plan_arguments, save_arguments
 from dafjax._schedule.chunking import usual_parts, usual_parts_apart
 from dafjax._schedule.forward import run_forward
 from dafjax._schedule.instructions import Instruction
 from dafjax._schedule.interpreter import run_backward
 from dafjax._schedule.lower import lower, restore_arguments
 from dafjax._schedule.schedule import schedule_backward
-from dafjax._schedule.steps import Step, Ties
+from dafjax._schedule.steps import Step
 from dafjax._schedule.values import can_be_apart, codecs_in, parts_apart, parts_in
 from dafjax._trace.residuals import Program, vjp_of_perturbed
 from dafjax._trace.tracing import is_staging
 from dafjax.codecs import AbstractCodec
-from dafjax.policies import AbstractPolicy
-from dafjax.stores import AbstractStore
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of a wrapped function."""
-
-    policy: AbstractPolicy
-    bits: Bits
-    store: AbstractStore
-    ties: Ties
-    rematerialize: bool | Literal["exact"]
-    max_parts: int | None
-    without_passes: tuple[str, ...] = ()
 
 
 @final
@@ -108,12 +92,12 @@ class PlainRule(Rule):
     ) -> None:
         self.perturbed = perturbed
         self._differentiable = differentiable
-        self._function = function
+        self.function = function
 
     def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
         del seed
         return vjp_of_perturbed(
-            self._function, arguments, self.perturbed, self._differentiable
+            self.function, arguments, self.perturbed, self._differentiable
         )
 
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
@@ -130,22 +114,33 @@ class ExactRule(Rule):
 
     def __init__(
         self,
-        perturbed: tuple[bool, ...],
-        differentiable: tuple[bool, ...],
-        function: Callable[..., list[Any]],
+        plain: PlainRule,
         activations: Sequence[int],
         slices: Sequence[int],
+        stages: Stages | None,
     ) -> None:
-        self.perturbed = perturbed
-        self._differentiable = differentiable
-        self._function = function
+        """Makes the rule.
+
+        Args:
+            plain: The rule of the function, for the second run.
+            activations: The arguments that nothing else keeps alive.
+            slices: The arguments that are slices of arrays that a loop runs over.
+            stages: The function at each stage, if it is listed.
+        """
+        self.perturbed = plain.perturbed
+        self.stages = stages
+        self._plain = plain
         self._activations = activations
-        moving = itertools.compress(itertools.count(), perturbed)
+        moving = itertools.compress(itertools.count(), plain.perturbed)
         self._are_whole = [number not in slices for number in moving]
 
     def forward(self, seed: Any, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
         del seed
-        return self._function(*arguments), list(arguments)
+        recorder, run = current_recorder(), self._plain.function
+        if recorder is not None and self.stages is not None:
+            saved = save_arguments(self.stages.traced, self._activations)
+            run = recorder.calling(saved, run)
+        return run(*arguments), list(arguments)
 
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> Sequence[Any]:
         arguments = list(residuals)
@@ -153,10 +148,8 @@ class ExactRule(Rule):
         held = tie(*stored, *cotangents)
         for number, value in zip(self._activations, held, strict=False):
             arguments[number] = value
-        _, pullback = vjp_of_perturbed(
-            self._function, arguments, self.perturbed, self._differentiable
-        )
-        gradients = pullback(list(held[len(stored) :]))
+        _, pullback = self._plain.forward(None, arguments)
+        gradients = self._plain.backward(pullback, held[len(stored) :])
         return _finished(gradients, self._are_whole)
 
 
@@ -217,7 +210,7 @@ class RerunRule(Rule):
         of_arguments = plan_arguments(
             plan,
             program,
-            bits=None if options.rematerialize == "exact" else options.bits,
+            bits=options.bits,
             activations=activations,
         )
         # The results of the second run are not used.
@@ -287,20 +280,13 @@ class _ForwardPass:
         recorder = current_recorder()
         run = self._inlined
         if recorder is not None and after is None:
-            run = self._named(recorder.name(self._plan))
+            run = recorder.calling(self._plan, self._run)
         # Custom derivatives are inlined in the passes, and codes have no derivative, so
         # the passes allow first-order differentiation only.
         operands = [None if a is None else first_order(a) for a in arguments]
         results, stored = run(operands, seed=seed, after=after)
         kept = {number: arguments[number] for number in self._plan.arguments}
         return results, (kept, stored)
-
-    def _named(self, name: str) -> Callable[..., Any]:
-        def run(arguments: Sequence[Any], *, seed: Any, after: Any) -> Any:
-            return self._run(arguments, seed=seed, after=after)
-
-        run.__name__ = name
-        return jax.jit(run)
 
 
 def _schedule(plan: ProgramPlan, options: Options) -> tuple[Step, ...]:

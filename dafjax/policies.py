@@ -149,6 +149,11 @@ class AbstractPolicy(abc.ABC):
         return True
 
     @property
+    def is_of_one_program(self) -> bool:
+        """Whether it knows one traced function, and not the segments of that."""
+        return False
+
+    @property
     def patterns(self) -> tuple[str, ...]:
         """Patterns that should match names in the function."""
         return ()

@@ -65,6 +65,10 @@ class Plan(AbstractPolicy):
     spare: tuple[Kept, ...]
     programs: tuple[str, ...]
 
+    @property
+    def is_of_one_program(self) -> bool:
+        return True
+
     def __call__(self, residual: Residual) -> Decision:
         if residual.program not in self.programs:
             raise ValueError(

@@ -1,5 +1,6 @@
 """`dafjax.jit` chooses the least noisy program that fits into a limit."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 
 import dafjax
 from dafjax import _jit
+from dafjax._contexts import Choice, choosing
+from dafjax._mode import Mode
 
 
 DEPTH, WIDTH, BATCH = 8, 128, 1024
@@ -175,6 +178,94 @@ def test_static_arguments_and_methods(example, plain_nbytes):
 def test_errors_name_the_remedy(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def layers(weights, x):
+    for w in weights:
+        h = x @ w
+        x = jnp.sin(h) @ w + jax.nn.gelu(h)
+    return jnp.mean(x**2)
+
+
+saving = functools.partial(
+    dafjax.remat_compress, policy=jax.checkpoint_policies.dots_saveable
+)
+
+
+def num_products(step, example):
+    return step.lower(*example).as_text().count("stablehlo.dot_general")
+
+
+def test_what_a_policy_saves_is_saved_whatever_is_chosen(example):
+    """With segments, products would run twice, from inputs in 8 bits."""
+    wanted = jax.jit(jax.grad(layers))
+    step = dafjax.jit(jax.grad(saving(layers)), memory="12MiB")
+    for gradient, exact in zip(step(*example), wanted(*example), strict=True):
+        np.testing.assert_allclose(gradient, exact, rtol=1e-4, atol=1e-8)
+    assert num_products(step, example) == num_products(wanted, example)
+    report = step.report()
+    assert report.options == "bits=8"
+    skipped = [tried for tried in report.tried if tried.is_skipped]
+    assert [tried.options for tried in skipped] == ['rematerialize="exact"']
+    assert skipped[0].others == (("layers", "plain"),)
+    assert "skipped" in str(report)
+
+
+def test_without_the_policy_segments_are_computed_again(example):
+    """Negative control of the test above."""
+    step = dafjax.jit(jax.grad(dafjax.remat_compress(layers)), memory="12MiB")
+    step(*example)
+    assert step.report().options == 'rematerialize="exact"'
+    assert num_products(step, example) > num_products(
+        jax.jit(jax.grad(layers)), example
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "other", "options", "options_of_other"),
+    [
+        (Choice(Mode.EXACT), "plain", {"rematerialize": "exact"}, {"bits": None}),
+        (
+            Choice(Mode.RERUN, 8),
+            "bits=8",
+            {"bits": 8, "rematerialize": True},
+            {"bits": 8},
+        ),
+    ],
+    ids=str,
+)
+def test_other_functions_of_the_step_are_computed_again(
+    example, choice, other, options, options_of_other
+):
+    def both(weights, x, options, options_of_other):
+        again = dafjax.remat_compress(loss, **options)
+        return saving(layers, **options_of_other)(weights, x) + again(weights, x)
+
+    def gradient(*options):
+        fun = functools.partial(both, options=options[0], options_of_other=options[1])
+        return jax.jit(jax.grad(fun))
+
+    with choosing(choice):
+        got = num_products(gradient({}, {}), example)
+    assert got == num_products(gradient(options, options_of_other), example)
+    assert got > num_products(gradient({}, {}), example)
+    assert choice.others == {"layers": other}
+    assert not choice.is_excluded
+
+
+def test_a_saved_plan_is_for_the_whole_function(example):
+    wrapped = dafjax.remat_compress(layers)
+    plan = dafjax.saved_residuals(wrapped, *example)
+    planned = dafjax.remat_compress(layers, policy=plan)
+    step = dafjax.jit(jax.grad(planned, argnums=(0, 1)), memory="3MiB")
+    with pytest.raises(ValueError, match=r"policies of `layers` exclude `remat"):
+        step(*example)
+
+
+def test_what_does_not_fit_names_functions_that_are_not_computed_again(example):
+    step = dafjax.jit(jax.grad(saving(layers)), memory="3MiB")
+    with pytest.raises(ValueError, match=r"policies of `layers` exclude `remat"):
+        step(*example)
 
 
 def test_a_store_that_changes_bits_is_refused(example):

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import dafjax
-from dafjax._trace.memory import predict_temp_nbytes
+from dafjax._memory.predict import predict_temp_nbytes
 from tests import networks
 
 

@@ -428,6 +428,12 @@ def test_exact_gradients_can_be_differentiated_again(blocks_example):
     )
 
 
+def test_what_exact_segments_begin_with_is_listed_as_it_is():
+    plan = dafjax.saved_residuals(EXACT(dense_loss), *dense_example(depth=8))
+    assert {(k.primitive, k.codec) for k in plan.kept} == {("argument", None)}
+    assert plan.stored_nbytes == plan.raw_nbytes == 11 * 2**20
+
+
 def test_exact_has_no_policy():
     with pytest.raises(ValueError, match="no policy decides"):
         EXACT(blocks, policy=dafjax.policies.SaveAll())

@@ -12,8 +12,9 @@ import pytest
 from jax.extend.core import Primitive
 
 import dafjax
+from dafjax._memory.read import READERS
 from dafjax._trace.graph import flatten
-from dafjax._trace.rules import OPS, WITHOUT_ROW, Error, Operands, rule_of
+from dafjax._trace.rules import OPS, WITHOUT_ROW, Error, Lowering, Operands, rule_of
 
 
 # Rows of primitives that only some supported versions of JAX have.
@@ -32,11 +33,20 @@ def _primitives() -> set[str]:
     found = set()
     for name in _MODULES:
         try:
-            module = importlib.import_module(f"jax._src.{name}")
+            found |= _primitives_of(f"jax._src.{name}")
         except ImportError:
             continue  # Versions of JAX place `prng` differently.
-        found |= {v.name for v in vars(module).values() if isinstance(v, Primitive)}
     return found
+
+
+def _primitives_of(module: str) -> set[str]:
+    values = vars(importlib.import_module(module)).values()
+    return {value.name for value in values if isinstance(value, Primitive)}
+
+
+def _primitives_of_dafjax() -> set[str]:
+    names = (path.stem for path in (_library() / "_native").glob("_[a-z]*.py"))
+    return set().union(*(_primitives_of(f"dafjax._native.{n}") for n in names))
 
 
 def test_every_primitive_of_jax_has_a_row_or_is_listed_without_one():
@@ -54,7 +64,18 @@ def test_no_row_names_a_primitive_that_jax_and_dafjax_lack():
     functions = set(re.findall(r"def (\w+)\(", source))
     # The name that equations give to a `dot_general` that sums nothing.
     functions.add("outer_product")
-    assert OPS.keys() - _primitives() - functions <= _OF_OTHER_VERSIONS
+    known = _primitives() | _primitives_of_dafjax() | functions
+    assert OPS.keys() - known <= _OF_OTHER_VERSIONS
+
+
+def test_the_memory_model_reads_primitives_that_exist():
+    assert READERS.keys() <= _primitives() | _primitives_of_dafjax()
+
+
+def test_elementwise_primitives_are_fused_or_do_not_run():
+    rows = {name: rule for name, rule in OPS.items() if rule.is_elementwise}
+    ways = Lowering.FUSED | Lowering.IDENTITY
+    assert [name for name, rule in rows.items() if not rule.lowering & ways] == []
 
 
 def _library() -> pathlib.Path:

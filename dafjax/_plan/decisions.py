@@ -240,9 +240,9 @@ def _read_exactly(program: Program) -> set[int]:
     """Returns the values that the backward pass must not read from inexact codes."""
     exact: set[int] = set()
     for eqn in reversed(program.backward):
-        # For example the triangles of a factor, with which the backward pass solves.
-        is_for_search = eqn.rule.is_cheap and not exact.isdisjoint(eqn.outputs)
-        if eqn.rule.error is Error.SEARCHES or is_for_search:
+        # For example the transpose of a factor that the backward pass solves with.
+        feeds_exact = eqn.rule.is_cheap and not exact.isdisjoint(eqn.outputs)
+        if eqn.rule.error is Error.NEEDS_EXACT or feeds_exact:
             exact.update(eqn.input_values)
     # Divisors must be exact: a code near 0 may decode to 0.
     exact.update(eqn.divisor for eqn in program.backward if eqn.divisor is not None)

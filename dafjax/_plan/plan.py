@@ -199,11 +199,17 @@ class PlanRecorder:
         # The derivative rules of these functions, and of bodies inside them.
         self.rules: list[Any] = []
 
-    def name(self, plan: ProgramPlan) -> str:
-        """Returns the name for one more forward pass of a plan."""
-        name = f"dafjax_forward_{next(self._NUMBERS)}"
-        self.plans[name] = plan
-        return name
+    def calling(
+        self, plan: ProgramPlan, function: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Returns a forward pass of a plan as a call with a name of its own."""
+
+        def run(*operands: Any, **keywords: Any) -> Any:
+            return function(*operands, **keywords)
+
+        run.__name__ = f"dafjax_forward_{next(self._NUMBERS)}"
+        self.plans[run.__name__] = plan
+        return jax.jit(run)
 
 
 @contextlib.contextmanager

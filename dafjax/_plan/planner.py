@@ -391,7 +391,7 @@ def plan_arguments(
     plan: ProgramPlan,
     program: Program,
     *,
-    bits: Bits | None,
+    bits: Bits,
     activations: Iterable[int],
 ) -> ProgramPlan:
     """Decides how to store the arguments that a function is recomputed from.
@@ -402,7 +402,7 @@ def plan_arguments(
     Args:
         plan: The plan of the function for when it is recomputed.
         program: The function that the plan was made of.
-        bits: The bits of other residuals; `None` to store activations as they are.
+        bits: The bits of other residuals.
         activations: The arguments that nothing keeps alive.
 
     Returns:
@@ -424,9 +424,9 @@ def plan_arguments(
                 program,
                 value,
                 None,
-                Save() if bits is None else _decide_argument(program.avals[value]),
+                _decide_argument(program.avals[value]),
                 _default_codec(
-                    (bits or Bits()).of((), Use.AMPLIFIED),
+                    bits.of((), Use.AMPLIFIED),
                     tuple(program.avals[value].shape),
                     has_channels=value in channels,
                 ),
@@ -438,6 +438,28 @@ def plan_arguments(
         arguments=tuple(v for v in needed if v not in activations),
         recomputed={},
         slices=plan.slices,
+    )
+
+
+def save_arguments(program: Program, activations: Sequence[int]) -> ProgramPlan:
+    """Returns the plan of a function that is computed again from exact arguments.
+
+    Args:
+        program: The function.
+        activations: The arguments that nothing else keeps alive.
+    """
+    return ProgramPlan(
+        program=program,
+        fingerprint=program.fingerprint,
+        function=program.fingerprint,
+        kept=tuple(
+            _describe(program, value, None, Save(), None, is_packed=False)
+            for value in activations
+        ),
+        arguments=tuple(
+            v for v in range(program.num_arguments) if v not in activations
+        ),
+        recomputed={},
     )
 
 
@@ -489,7 +511,7 @@ def _describe(
     value: int,
     producer: Equation | None,
     decision: Decision,
-    default: AbstractCodec,
+    default: AbstractCodec | None,
     *,
     is_packed: bool,
     stands_for: int | None = None,
@@ -498,6 +520,7 @@ def _describe(
     codec = None
     if isinstance(decision, Compress):
         codec = default if decision.codec is None else decision.codec
+    if codec is not None:
         like = jax.ShapeDtypeStruct(aval.shape, jnp.dtype(aval.dtype))
         codec.check(like)
         # Codes of a few elements are mostly padding.

@@ -15,6 +15,7 @@ from typing import Any, final
 import jax.numpy as jnp
 
 from dafjax import config
+from dafjax._mode import Mode
 from dafjax._trace.bodies import alive_values, has_bodies
 from dafjax._trace.equation import (
     Atom,
@@ -68,7 +69,7 @@ class Segment:
 
 
 def cut(
-    closed: ClosedJaxpr, activations: Sequence[int], *, is_exact: bool = False
+    closed: ClosedJaxpr, activations: Sequence[int], mode: Mode = Mode.RERUN
 ) -> tuple[tuple[Segment, ...], tuple[Atom, ...]]:
     """Cuts a program, not differentiated yet, into segments.
 
@@ -78,7 +79,7 @@ def cut(
     Args:
         closed: The program.
         activations: Its arguments that nothing keeps alive for the backward pass.
-        is_exact: Whether values are stored as they are, not in codes.
+        mode: Whether values are stored in codes, or as they are.
 
     Returns:
         The segments, in order, and the results of the program. Values are numbered as
@@ -90,6 +91,7 @@ def cut(
     others = [
         eqn for eqn in equations if eqn.has_effect or not alive.issuperset(eqn.outputs)
     ]
+    is_exact = mode is Mode.EXACT
     cheap = set(equations).difference(others)
     cuts = _choose(
         _find_cuts(graph, others, alive),

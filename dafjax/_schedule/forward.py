@@ -29,7 +29,6 @@ from dafjax._schedule.values import MeasuredHandle
 from dafjax._trace.equation import Atom, Equation, evaluate, look_up, values_of
 from dafjax._trace.graph import live_equations
 from dafjax._trace.residuals import Program
-from dafjax._trace.rules import Combines
 from dafjax.codecs import AbstractCodec
 from dafjax.codecs._affine import sample_rounding_noise
 from dafjax.stores import AbstractStore
@@ -139,7 +138,7 @@ def with_early_sums(
 
     def early(eqn: Equation) -> tuple[list[Equation], list[Equation]]:
         """Returns equations for terms of a packed result, and for sums of both."""
-        if eqn.rule.combines is not Combines.ADD:
+        if not eqn.rule.adds:
             return [], []
         (value,) = eqn.outputs
         if value not in packed or not program.is_large(value):

@@ -52,7 +52,6 @@ from dafjax._sensitivity.moments import (
     sample_rows,
 )
 from dafjax._trace.equation import Equation, values_of
-from dafjax._trace.rules import Combines
 
 
 _SAME = Weight()
@@ -209,7 +208,7 @@ def _hand_on(
 
 
 def _is_sum_of_large(eqn: Equation, value: int, signals: Signals) -> bool:
-    if eqn.rule.combines is not Combines.ADD or len(eqn.input_values) == 1:
+    if not eqn.rule.adds or len(eqn.input_values) == 1:
         return False
     sizes = map(signals.size, eqn.input_values)
     return all(size * config.MANY_TERMS >= signals.size(value) for size in sizes)
@@ -280,7 +279,7 @@ def _add_of_cotangent(
         if factor is not None:
             costs.add_of_copy(value, result, factor * sizes[1] / max(sizes[0], 1))
             return
-        adds = eqn.rule.combines is Combines.ADD and len(cotangents) > 1
+        adds = eqn.rule.adds and len(cotangents) > 1
         reduces = sizes[0] > sizes[1] and not eqn.rule.slices
         if adds or eqn.rule.joins or reduces:
             costs.add_of_unit(value, result)
