@@ -90,10 +90,16 @@ def accumulate(
 
     @functools.wraps(fun)
     def accumulated(*args: Any, **kwargs: Any) -> Any:
-        number = _chosen() if count is None else count
-        if number == 1:
+        choice = current_choice() if count is None else None
+        number = 1 if choice is None else choice.microbatches
+        number = number if count is None else count
+        if number == 1 and choice is None:
             return fun(*args, **kwargs)
         arguments = _split_arguments(fun, args, kwargs, in_axes)
+        if choice is not None:
+            choice.batches.append(arguments.size)
+        if number == 1:
+            return fun(*args, **kwargs)
         _check_divides(number, arguments.size)
         return _run(fun, arguments, number)
 
@@ -115,11 +121,6 @@ def _checked_count(microbatches: Any) -> int | None:
             f"once), but got {shown(microbatches)}."
         )
     return int(microbatches)
-
-
-def _chosen() -> int:
-    choice = current_choice()
-    return 1 if choice is None else choice.microbatches
 
 
 # How a leaf of the arguments is split: an axis of examples, or `None`.

@@ -71,6 +71,7 @@ class Choice:
             others because their own options exclude these.
         num_others: How many were traced with others.
         others: The options of these functions, as text, by name.
+        batches: The numbers of examples that functions of `accumulate("auto")` split.
     """
 
     def __init__(
@@ -82,9 +83,11 @@ class Choice:
         self.num_calls = 0
         self.num_others = 0
         self.others: dict[str, str] = {}
+        self.batches: list[int] = []
 
     def __str__(self) -> str:
-        return self.mode.text(self.bits)
+        split = f", microbatches={self.microbatches}" if self.microbatches > 1 else ""
+        return f"{self.mode.text(self.bits)}{split}"
 
     @property
     def is_excluded(self) -> bool:

@@ -1,5 +1,6 @@
 """`dafjax.jit`: like `jax.jit`, with options that fit into a limit of memory."""
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -7,7 +8,7 @@ import math
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 
@@ -23,14 +24,13 @@ from dafjax._trace.tracing import is_tracing, trace_context
 _MOST_COMPILES = 3
 
 
-def _choices() -> tuple[Choice, ...]:
-    """Returns the options to try: the least noisy first, then the fastest."""
-    with_codes = itertools.product((8, 4, 2), (Mode.CODES, Mode.RERUN))
-    return (
-        Choice(Mode.PLAIN),
-        Choice(Mode.EXACT),
-        *(Choice(mode, bits) for bits, mode in with_codes),
-    )
+# The modes and bits to try: the least noisy first, then the fastest.
+_Kind: TypeAlias = tuple[Mode, int | None]
+_KINDS: tuple[_Kind, ...] = (
+    (Mode.PLAIN, None),
+    (Mode.EXACT, None),
+    *((mode, bits) for bits in (8, 4, 2) for mode in (Mode.CODES, Mode.RERUN)),
+)
 
 
 def jit(
@@ -42,10 +42,11 @@ def jit(
     `remat_compress`. It chooses their options `bits` and `rematerialize`: of the
     programs that fit, the one with the least noise, and of these the fastest. It tries,
     in this order: plain JAX; `rematerialize="exact"`; 8, 4 and 2 bits, each first
-    without and then with `rematerialize=True`. The other options of `remat_compress`
-    stay as they are. A wrapped function whose policy excludes `rematerialize` runs
-    without it: with the same bits, or as in plain JAX in place of `"exact"`. The report
-    names it.
+    without and then with `rematerialize=True`. For each of these it also chooses the
+    number of microbatches of losses in `dafjax.accumulate(loss)`: the smallest that
+    fits. The other options of `remat_compress` stay as they are. A wrapped function
+    whose policy excludes `rematerialize` runs without it: with the same bits, or as in
+    plain JAX in place of `"exact"`. The report names it.
 
     The limit covers the memory that the step holds while it runs: arguments, temporary
     arrays, and results that do not reuse donated arguments. Leave room for the rest of
@@ -242,7 +243,7 @@ class _Search:
         self._jitted = jitted
         self._limit = limit_nbytes
         self._arguments = args, kwargs
-        self._choices = _choices()
+        self._choices: dict[tuple[_Kind, int], Choice] = {}
         self._predicted: dict[Choice, int] = {}
         self._compiled: dict[Choice, StepMemory] = {}
         # Bytes of arguments and results; and the compiler's figure over the model's for
@@ -261,31 +262,66 @@ class _Search:
                 best = choice
         if best is None:
             raise self._too_little()
-        tried = tuple(map(self._tried, self._choices))
-        return best, JitReport(self._limit, str(best), self._compiled[best], tried)
+        numbers = sorted({number for _, number in self._choices})
+        choices = (self._choices.get(key) for key in itertools.product(_KINDS, numbers))
+        tried = [self._tried(choice) for choice in choices if choice is not None]
+        seen = {kind for kind, _ in self._choices}
+        tried += (
+            TriedProgram(str(Choice(*kind)), None, None)
+            for kind in _KINDS
+            if kind not in seen
+        )
+        memory = self._compiled[best]
+        return best, JitReport(self._limit, str(best), memory, tuple(tried))
 
     def _tried(self, choice: Choice) -> TriedProgram:
         return TriedProgram(
             str(choice),
-            self._total(choice),
+            self._prediction(choice),
             self._compiled.get(choice),
             tuple(choice.others.items()),
             choice.is_excluded,
         )
 
+    def _choice(self, kind: _Kind, number: int) -> Choice:
+        key = kind, number
+        if key not in self._choices:
+            self._choices[key] = Choice(*kind, number)
+        return self._choices[key]
+
+    def _numbers(self) -> list[int]:
+        """Returns the numbers of microbatches that divide all batches."""
+        plain = self._choice(_KINDS[0], 1)
+        self._predict(plain)
+        size = math.gcd(*plain.batches) if plain.batches else 1
+        return [n for n in range(1, size + 1) if size % n == 0]
+
+    def _fitting(self, kind: _Kind) -> Choice | None:
+        """Returns the program of a kind with the fewest microbatches that fits."""
+        choices = [self._choice(kind, number) for number in self._numbers()]
+
+        def fits(choice: Choice) -> bool:
+            return self._predict(choice) <= self._limit
+
+        if not fits(choices[-1]):
+            return None
+        return choices[bisect.bisect_left(choices, True, key=fits)]
+
     def _next(self, best: Choice | None) -> Choice | None:
         """Returns what to compile next: less noisy than the best so far."""
-        for choice in self._choices:
-            if choice is best:
-                return None
-            if choice not in self._compiled and self._predict(choice) <= self._limit:
-                return choice
-        left = [choice for choice in self._choices if choice not in self._compiled]
-        smallest = min(left, key=self._predict)
+        for kind in _KINDS:
+            choice = self._fitting(kind)
+            if choice is not None:
+                # The best so far, or what the compiler's figure says of it.
+                return None if choice in self._compiled else choice
+        most = self._numbers()[-1]
+        left = [self._choice(kind, most) for kind in _KINDS]
+        left = [choice for choice in left if choice not in self._compiled]
+        smallest = min(left, key=self._predict, default=None)
         found = [memory.total_nbytes for memory in self._compiled.values()]
-        return (
-            smallest if self._predict(smallest) < min(found, default=math.inf) else None
-        )
+        if smallest is None or self._predict(smallest) >= min(found, default=math.inf):
+            return None
+        return smallest
 
     def _predict(self, choice: Choice) -> float:
         """Returns the bytes that the whole step is predicted to need.
@@ -296,7 +332,7 @@ class _Search:
             args, kwargs = self._arguments
             with choosing(choice):
                 traced = self._jitted.trace(*args, **kwargs)
-            if not choice.num_calls:
+            if not choice.num_calls and not choice.batches:
                 raise nothing_is_wrapped("dafjax.jit", self._name)
             if choice.is_excluded:
                 return math.inf
@@ -306,6 +342,11 @@ class _Search:
         return math.inf if total is None else total
 
     def _total(self, choice: Choice) -> int | None:
+        """Returns the bytes of a program: the compiler's figure, or a prediction."""
+        compiled = self._compiled.get(choice)
+        return compiled.total_nbytes if compiled else self._prediction(choice)
+
+    def _prediction(self, choice: Choice) -> int | None:
         predicted = self._predicted.get(choice)
         if predicted is None:
             return None
@@ -339,7 +380,7 @@ class _Search:
 
     def _others(self) -> str:
         """Names functions that are not computed again, for an error."""
-        names = dict.fromkeys(name for c in self._choices for name in c.others)
+        names = dict.fromkeys(name for c in self._choices.values() for name in c.others)
         listed = ", ".join(f"`{name}`" for name in names)
         return f"The policies of {listed} exclude `rematerialize`. " if names else ""
 

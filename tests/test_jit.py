@@ -274,3 +274,38 @@ def test_a_store_that_changes_bits_is_refused(example):
         step = dafjax.jit(jax.grad(wrapped), memory="3MiB")
         with pytest.raises(NotImplementedError, match="Leave out the store"):
             step(*example)
+
+
+def accumulated(weights, x):
+    split = dafjax.accumulate(dafjax.remat_compress(loss))
+    return jax.value_and_grad(split)(weights, x)
+
+
+def test_microbatches_come_before_noise(example, plain_nbytes):
+    step = dafjax.jit(accumulated, memory=int(0.3 * plain_nbytes))
+    value, gradient = step(*example)
+    expected = jax.value_and_grad(loss)(*example)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    for x, y in zip(gradient, expected[1], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-7)
+    report = step.report()
+    assert report.options.startswith("plain, microbatches=")
+    assert report.memory.total_nbytes <= 0.3 * plain_nbytes
+
+
+def test_fewer_microbatches_with_more_room(example, plain_nbytes):
+    def number(share):
+        step = dafjax.jit(accumulated, memory=int(share * plain_nbytes))
+        step.lower(*example)
+        return int(step.report().options.rpartition("=")[2])
+
+    assert 1 < number(0.6) < number(0.25)
+
+
+def test_a_step_may_accumulate_without_wrapped_functions(example, plain_nbytes):
+    def step(weights, x):
+        return jax.value_and_grad(dafjax.accumulate(loss))(weights, x)
+
+    jitted = dafjax.jit(step, memory=int(0.5 * plain_nbytes))
+    jitted.lower(*example)
+    assert jitted.report().options.startswith("plain, microbatches=")
