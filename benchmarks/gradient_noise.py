@@ -93,7 +93,9 @@ def measure(network: Network, bits: int, num_seeds: int) -> Record:
         bits: Bits of the codes.
         num_seeds: Seeds of the rounding noise.
     """
-    exact = _leaves(jax.jit(jax.grad(network.loss))(network.params, *network.batch))
+    exact = leaves_by_path(
+        jax.jit(jax.grad(network.loss))(network.params, *network.batch)
+    )
 
     @jax.jit
     def compressed(seed: jax.Array, params: Any, *batch: jax.Array) -> Any:
@@ -101,7 +103,7 @@ def measure(network: Network, bits: int, num_seeds: int) -> Record:
         return jax.grad(loss)(params, *batch)
 
     draws = [
-        _leaves(compressed(jnp.uint32(seed), network.params, *network.batch))
+        leaves_by_path(compressed(jnp.uint32(seed), network.params, *network.batch))
         for seed in range(num_seeds)
     ]
     mean = {path: np.mean([draw[path] for draw in draws], 0) for path in exact}
@@ -113,7 +115,8 @@ def measure(network: Network, bits: int, num_seeds: int) -> Record:
     return {"bits": bits, "seeds": num_seeds, "arrays": arrays}
 
 
-def _leaves(gradient: Any) -> dict[str, np.ndarray]:
+def leaves_by_path(gradient: Any) -> dict[str, np.ndarray]:
+    """Returns the arrays of a gradient in float64, by path."""
     pairs = jax.tree_util.tree_leaves_with_path(gradient)
     return {jax.tree_util.keystr(path): np.asarray(x, np.float64) for path, x in pairs}
 

@@ -16,6 +16,9 @@ from models import memory
 
 _STEPS = 3
 
+# `M_MMAP_THRESHOLD` of `mallopt`, and its default.
+_MMAP_THRESHOLD, _NBYTES = -3, 128 * 1024
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,8 @@ def peak_rss(
         raise OSError(
             "Resident memory is read from /proc/self/status, which is absent."
         )
+    # By default glibc keeps what is freed, up to 32 MiB, and hands it out again.
+    ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, _NBYTES)
     compiled, take_step = make_step(*arguments)
     jax.block_until_ready(take_step())
     steps = []
