@@ -55,6 +55,10 @@ PRODUCTS_OF_DRAW = 200
 # larger windows JAX's search stays. Guess.
 MOST_PLACES = 64
 
+# Times the largest value: where codes take away more bytes, they save memory for sure,
+# and no model is asked. (A backward pass holds three such values or so. Guess.)
+SURELY_WORTH = 4
+
 # Fraction of the largest value: a limit on every value made while short-lived residuals
 # are stored, and on the total size of these. (At its peak, a step holds about three
 # values of the largest size. `benchmarks.pool_budget`)
