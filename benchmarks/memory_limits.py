@@ -1,11 +1,11 @@
-"""What `dafjax.jit` makes of limits of memory, for networks that nobody tuned for.
+"""The programs that `dafjax.jit` chooses under limits of memory.
 
-The step of a network is its loss and its gradient. Each limit is a share of what the
-plain step needs: arguments, results and temporary memory. For each limit the table has
+The step of a network computes its loss and its gradient. Each limit is a share of the
+memory of the plain step: arguments, results and temporary arrays. For each limit the table has
 the options that were chosen, the compiler's figure and the resident memory over the
 limit, and the noise of the gradient: the largest of all parameter arrays, and the
-median. The resident memory is what a fresh process adds while a step runs, and the
-bytes of the arguments. `none` is an error that names the smallest need found.
+median. The resident memory is the bytes of the arguments, and the memory that a fresh
+process adds while a step runs. `none` is an error that names the smallest need found.
 
 Examples:
     python -m benchmarks.memory_limits
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def plain_nbytes(network: Network) -> int:
-    """Returns what the plain step needs."""
+    """Returns the memory of the plain step."""
     step = jax.jit(jax.value_and_grad(network.loss))
     memory = step.lower(network.params, *network.batch).compile().memory_analysis()
     assert memory is not None, "XLA describes the memory of its programs."
@@ -112,7 +112,7 @@ def make_step(network: Network, limit: int, *, accumulate: bool) -> dafjax.Jit:
 
 
 def measure(name: str, network: Network, limit: int, options: Options) -> Record:
-    """Returns what was chosen for a limit, its memory, and a gradient."""
+    """Returns the choice for a limit, its memory, and a gradient."""
     step = make_step(network, limit, accumulate=options.accumulate)
     try:
         _, gradient = step(network.params, *network.batch)

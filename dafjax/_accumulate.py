@@ -36,14 +36,14 @@ def accumulate(
     """Computes a loss and its gradient one microbatch after another.
 
     Use it on a loss, below `jax.grad`: `jax.grad(dafjax.accumulate(loss, 8))`. Values
-    and gradients are those of the whole batch, up to rounding; only one microbatch is
-    in memory at a time. Wrap the loss by `remat_compress` first to save more:
-    `dafjax.accumulate(dafjax.remat_compress(loss), 8)`.
+    and gradients equal those of the whole batch, up to rounding, but only one
+    microbatch is in memory at a time. To save more, wrap the loss by `remat_compress`
+    first: `dafjax.accumulate(dafjax.remat_compress(loss), 8)`.
 
     The loss may be any function of sums over the examples: a sum, a mean, a mean over
     the tokens that a mask keeps (the mask is summed over the whole batch first), a mean
-    plus a penalty on the parameters. If a gradient depends on such sums otherwise, as
-    that of the root of a mean does, a first loop computes these sums. A loss that
+    plus a penalty on the parameters. If the gradient depends on the sums in another
+    way, as for the root of a mean, a first loop computes these sums. A loss that
     computes one example from others, as batch normalization and contrastive losses do,
     raises an error that names the line.
 
@@ -388,7 +388,7 @@ class _Traces:
         """Returns the function with its batch split; `None` if it cannot be.
 
         Args:
-            wrap: Gives what is computed in microbatches a derivative rule.
+            wrap: Gives the part that runs in microbatches a derivative rule.
         """
         try:
             part = self._traced(self._part_size)
@@ -415,7 +415,7 @@ class _Traces:
         ]
 
     def _follow(self, part: Graph) -> Examples:
-        """Returns what the function computes for each example."""
+        """Follows the examples through the function."""
         size, other = self._arguments.size, self._part_size
         if other == 1:
             # A program of one example lacks what tells examples apart.

@@ -1,14 +1,18 @@
 """Runs a function of sums over examples, one microbatch after another.
 
-The function is split in two. The body computes the sums, and what it returns for each
-example; it runs once for each microbatch, in a loop. The tail goes on from the sums of
-the whole batch, once. Its derivative with respect to the sums is what the body's
-backward pass starts from. If it depends on some of the sums, as a mean over the tokens
-that a mask keeps depends on their number, a loop before computes these.
+The function is split in two. The body computes the sums, and the results that have a
+part for each example; it runs once for each microbatch, in a loop. The tail goes on
+from the sums of the whole batch, once. The backward pass of the body starts from the
+derivative of the tail with respect to the sums. This derivative may depend on some of
+the sums: that of a mean over unmasked tokens depends on their number. Then a loop
+before computes these sums.
 """
 
 import dataclasses
 import functools
+import itertools
+import operator
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -18,9 +22,16 @@ from jax import lax
 
 from dafjax._numbers import Array
 from dafjax._trace.bodies import perturbed_values_of
-from dafjax._trace.equation import Atom, Equation, evaluate, look_up, with_literals_of
+from dafjax._trace.equation import (
+    Atom,
+    Equation,
+    evaluate,
+    look_up,
+    values_of,
+    with_literals_of,
+)
 from dafjax._trace.examples import Examples, Kind, Pair, Status
-from dafjax._trace.graph import Graph, flatten, live_equations
+from dafjax._trace.graph import flatten, live_equations
 from dafjax._trace.tracing import trace
 
 
@@ -30,7 +41,7 @@ class Microbatches:
     """A function whose batch is split.
 
     Attributes:
-        examples: What it computes for each example.
+        examples: How its values depend on the examples.
         of_part: For each value, the value in the program of a microbatch.
         equations: The equations of that program.
         part_size: How many examples a microbatch has.
@@ -62,68 +73,45 @@ class Microbatches:
 
     def values(self, inputs: Sequence[Array]) -> list[Array]:
         """Returns the results of the function."""
-        made = self._loop(inputs, (*self.sums, *self.rows))
-        outputs = self.examples.graph.outputs
-        return self._finish(inputs, made, outputs, with_effects=True)
+        made, _ = self._loop(inputs, (*self.sums, *self.rows))
+        return self._results(inputs, made)
 
     def values_and_gradients(
         self, inputs: Sequence[Array], perturbed: Sequence[bool]
     ) -> tuple[list[Array], dict[int, Array]]:
-        """Returns the results, and the gradients of the first one.
+        """Returns the results, and the gradients of the first one, by argument.
 
         Args:
             inputs: The arguments of the function.
             perturbed: For each, whether to return its gradient.
         """
         moving = perturbed_values_of(self.examples.graph, perturbed)
-        active = [v for v in self.sums if v in moving]
         wanted = [n for n, moves in enumerate(perturbed) if moves]
-        # The tail reads no argument that holds examples.
-        direct = [n for n in wanted if not self._status(n).has_rows]
-
-        graph = self.examples.graph
-
-        def cotangents(*operands: Array) -> tuple[list[Array], list[Array]]:
-            sums = dict(zip(self.sums, operands[len(inputs) :], strict=True))
-            given = list(operands[: len(inputs)])
-
-            def loss(of_active: Sequence[Array], of_direct: Sequence[Array]) -> Array:
-                known = sums | dict(zip(active, of_active, strict=True))
-                for n, x in zip(direct, of_direct, strict=True):
-                    given[n] = x
-                (value,) = self._finish(given, known, graph.outputs[:1])
-                return value
-
-            start = [sums[v] for v in active], [given[n] for n in direct]
-            return jax.grad(loss, argnums=(0, 1))(*start)
-
-        avals = [*map(jax.typeof, inputs), *map(self._aval, self.sums)]
-        closed, consts, _ = trace(lambda *x: cotangents(*x)[0], avals)
-        read = _inputs_read(flatten(closed))
-        offset = len(consts) + len(inputs)
-        first = [v for n, v in enumerate(self.sums, offset) if n in read]
-        known = self._loop(inputs, first) if first else {}
-        zeros = {v: jnp.zeros(a.shape, a.dtype) for v, a in self._avals().items()}
-        at_first = [(zeros | known)[v] for v in self.sums]
-        of_sums, _ = cotangents(*inputs, *at_first)
-        made, gradients = self._loop_with_gradients(
-            inputs, wanted, dict(zip(active, of_sums, strict=True)), known
+        tail = _Tail(
+            self,
+            sums=[v for v in self.sums if v in moving],
+            # The tail reads no argument that holds examples.
+            arguments=[n for n in wanted if not self._status(n).has_rows],
         )
+        first = tail.sums_read(inputs)
+        known, _ = self._loop(inputs, first) if first else ({}, {})
+        cotangents, _ = tail.gradients(inputs, known)
+        left = [v for v in (*self.sums, *self.rows) if v not in known]
+        made, gradients = self._loop(inputs, left, wanted, cotangents)
         made = known | made
-        _, of_direct = cotangents(*inputs, *(made[v] for v in self.sums))
-        for n, x in zip(direct, of_direct, strict=True):
-            gradients[n] += x.astype(gradients[n].dtype)
-        results = {n: x.astype(inputs[n].dtype) for n, x in gradients.items()}
-        return self._finish(inputs, made, graph.outputs, with_effects=True), results
+        _, of_tail = tail.gradients(inputs, made)
+        gradients |= {n: gradients[n] + x for n, x in of_tail.items()}
+        return self._results(inputs, made), gradients
+
+    def _results(
+        self, inputs: Sequence[Array], made: Mapping[int, Array]
+    ) -> list[Array]:
+        """Returns the results of the function, given those of the body."""
+        outputs = self.examples.graph.outputs
+        return self.finish(inputs, made, outputs, with_effects=True)
 
     def _status(self, atom: Atom) -> Status:
         return self.examples.status_of(atom)
-
-    def _aval(self, value: int) -> Any:
-        return self.examples.graph.avals[value]
-
-    def _avals(self) -> dict[int, Any]:
-        return {v: self._aval(v) for v in self.sums}
 
     @functools.cached_property
     def _tail(self) -> tuple[Equation, ...]:
@@ -132,7 +120,7 @@ class Microbatches:
     def _is_late(self, eqn: Equation) -> bool:
         return any(self._status(v).is_late for v in eqn.input_values)
 
-    def _finish(
+    def finish(
         self,
         inputs: Sequence[Array],
         made: Mapping[int, Array],
@@ -185,10 +173,6 @@ class Microbatches:
 
         return body
 
-    def _inputs_of(self, inputs: Sequence[Array], number: Array) -> list[Array]:
-        """Returns the inputs of a microbatch."""
-        return [self._input_of(n, x, number) for n, x in enumerate(inputs)]
-
     def _input_of(self, argument: int, x: Array, number: Array) -> Array:
         status = self._status(argument)
         if argument in self.examples.drawn:
@@ -200,76 +184,73 @@ class Microbatches:
         apart = x.reshape(shape)
         return lax.dynamic_index_in_dim(apart, number, status.axis + 1, keepdims=False)
 
-    def _loop(self, inputs: Sequence[Array], wanted: Sequence[int]) -> dict[int, Array]:
-        """Returns values of the whole batch: sums, and parts for each example."""
-        made, _ = self._loop_with_gradients(inputs, (), {}, {}, wanted)
-        return made
-
-    def _loop_with_gradients(
+    def _loop(
         self,
         inputs: Sequence[Array],
-        wanted: Sequence[int],
-        cotangents: Mapping[int, Array],
-        known: Mapping[int, Array],
-        values: Sequence[int] | None = None,
+        values: Sequence[int],
+        wanted: Sequence[int] = (),
+        cotangents: Mapping[int, Array] = types.MappingProxyType({}),
     ) -> tuple[dict[int, Array], dict[int, Array]]:
-        """Returns values of the whole batch, and gradients.
+        """Runs the body for each microbatch.
 
         Args:
             inputs: The arguments of the function.
+            values: The values of the body to return.
             wanted: The arguments whose gradients to return.
-            cotangents: The cotangents of sums.
-            known: Sums that are known already.
-            values: The values to return; `None` for all that are not known.
-        """
-        if values is None:
-            values = [v for v in (*self.sums, *self.rows) if v not in known]
-        pulled = list(cotangents)
-        rest = [v for v in values if v not in cotangents]
-        body = self.wrap(self._body([*pulled, *rest]))
-        stacked = [v for v in values if self._status(v).has_rows]
-        summed = [v for v in values if v not in stacked]
+            cotangents: The cotangents of sums. These are returned, too.
 
-        def step(
-            carry: tuple[dict[int, Array], dict[int, Array]], number: Array
-        ) -> tuple[Any, Any]:
-            sums, gradients = carry
-            given = self._inputs_of(inputs, number)
+        Returns:
+            Values and gradients of the whole batch, by number.
+        """
+        pulled = list(cotangents)
+        made = [*pulled, *(v for v in values if v not in cotangents)]
+        body = self.wrap(self._body(made))
+
+        def run_part(number: Array) -> list[Array]:
+            given = [self._input_of(n, x, number) for n, x in enumerate(inputs)]
+            if not wanted:
+                return body(*given)
 
             def run(*of_wanted: Array) -> tuple[list[Array], list[Array]]:
-                arguments = list(given)
-                for n, x in zip(wanted, of_wanted, strict=True):
-                    arguments[n] = x
-                results = body(*arguments)
+                results = body(*_replaced(given, wanted, of_wanted))
                 return results[: len(pulled)], results[len(pulled) :]
 
             starts = [given[n] for n in wanted]
-            if wanted:
-                results, pull, others = jax.vjp(run, *starts, has_aux=True)
-                pulled_back = pull([cotangents[v] for v in pulled])
-            else:
-                (results, others), pulled_back = run(), ()
-            made = dict(zip([*pulled, *rest], [*results, *others], strict=True))
-            found = dict(zip(wanted, pulled_back, strict=True))
-            sums = {v: x + made[v] for v, x in sums.items()}
-            gradients = {n: x + found[n].astype(x.dtype) for n, x in gradients.items()}
-            parts = {n: found[n] for n in wanted if n not in gradients}
-            return (sums, gradients), ({v: made[v] for v in stacked}, parts)
+            results, pull, others = jax.vjp(run, *starts, has_aux=True)
+            return [*results, *others, *pull([cotangents[v] for v in pulled])]
 
-        zeros = {v: jnp.zeros(self._aval(v).shape, self._aval(v).dtype) for v in summed}
-        whole = [n for n in wanted if not self._status(n).has_rows]
-        start = {n: jnp.zeros(inputs[n].shape, _sum_dtype(inputs[n])) for n in whole}
-        carry, (rows, parts) = lax.scan(
-            step, (zeros, start), jnp.arange(self.number, dtype=jnp.uint32)
+        numbers = [*made, *wanted]
+        avals = [self.examples.graph.avals[number] for number in numbers]
+        has_rows = [self._status(number).has_rows for number in numbers]
+        is_sum = list(map(operator.not_, has_rows))
+
+        def step(total: list[Array], number: Array) -> tuple[list[Array], list[Array]]:
+            found = run_part(number)
+            added = itertools.compress(found, is_sum)
+            total = [x + y.astype(x.dtype) for x, y in zip(total, added, strict=True)]
+            return total, list(itertools.compress(found, has_rows))
+
+        zeros = [
+            jnp.zeros(aval.shape, _sum_dtype(aval))
+            for aval in itertools.compress(avals, is_sum)
+        ]
+        counts = jnp.arange(self.number, dtype=jnp.uint32)
+        sums, stacked = map(iter, lax.scan(step, zeros, counts))
+        results = [
+            self._joined(number, next(stacked))
+            if rows
+            else next(sums).astype(aval.dtype)
+            for number, aval, rows in zip(numbers, avals, has_rows, strict=True)
+        ]
+        of_values, gradients = results[: len(made)], results[len(made) :]
+        return (
+            dict(zip(made, of_values, strict=True)),
+            dict(zip(wanted, gradients, strict=True)),
         )
-        sums, gradients = carry
-        made = sums | {v: self._joined(v, x) for v, x in rows.items()}
-        gradients |= {n: self._joined(n, x) for n, x in parts.items()}
-        return made, gradients
 
     def _joined(self, value: int, parts: Array) -> Array:
-        """Returns an array of the whole batch, given those of the microbatches."""
-        status, shape = self._status(value), self._aval(value).shape
+        """Returns an array of the whole batch, given one for each microbatch."""
+        status, shape = self._status(value), self.examples.graph.avals[value].shape
         axis, inner = status.axis, max(status.inner, 1)
         apart = parts.shape[1:]
         before, after = apart[:axis], apart[axis + 1 :]
@@ -279,6 +260,67 @@ class Microbatches:
         return jnp.moveaxis(split, 0, axis + 2).reshape(shape)
 
 
+@final
+@dataclasses.dataclass(frozen=True)
+class _Tail:
+    """The tail of a function, to differentiate.
+
+    Attributes:
+        batch: The function.
+        sums: The sums that are differentiated.
+        arguments: The arguments that are differentiated.
+    """
+
+    batch: Microbatches
+    sums: Sequence[int]
+    arguments: Sequence[int]
+
+    def gradients(
+        self, inputs: Sequence[Array], known: Mapping[int, Array]
+    ) -> tuple[dict[int, Array], dict[int, Array]]:
+        """Returns the gradients of the first result: by sums, and by arguments.
+
+        Args:
+            inputs: The arguments of the function.
+            known: The sums that the gradients depend on.
+        """
+        graph = self.batch.examples.graph
+        avals = ((v, graph.avals[v]) for v in self.batch.sums)
+        sums = {v: jnp.zeros(aval.shape, aval.dtype) for v, aval in avals} | {**known}
+
+        def loss(of_sums: dict[int, Array], of_arguments: dict[int, Array]) -> Array:
+            given = _replaced(inputs, list(of_arguments), list(of_arguments.values()))
+            (value,) = self.batch.finish(given, sums | of_sums, graph.outputs[:1])
+            return value
+
+        of_sums = {v: sums[v] for v in self.sums}
+        of_arguments = {n: inputs[n] for n in self.arguments}
+        return jax.grad(loss, argnums=(0, 1))(of_sums, of_arguments)
+
+    def sums_read(self, inputs: Sequence[Array]) -> list[int]:
+        """Returns the sums that the gradients by sums depend on."""
+        graph, sums = self.batch.examples.graph, self.batch.sums
+
+        def of_sums(*values: Array) -> list[Array]:
+            known = dict(zip(sums, values, strict=True))
+            return list(self.gradients(inputs, known)[0].values())
+
+        closed, consts, _ = trace(of_sums, [graph.avals[v] for v in sums])
+        flat = flatten(closed)
+        live = live_equations(flat.equations, flat.outputs)
+        read = {v for eqn in live for v in eqn.input_values}
+        read.update(values_of(flat.outputs))
+        return [v for n, v in enumerate(sums, len(consts)) if n in read]
+
+
+def _replaced(
+    values: Sequence[Array], places: Sequence[int], by: Sequence[Array]
+) -> list[Array]:
+    """Returns the values, with others at some places."""
+    changed = dict(zip(places, by, strict=True))
+    return [changed.get(n, x) for n, x in enumerate(values)]
+
+
 def _with_numbers_of_batch(part: Equation, whole: Equation | None) -> Equation:
     """Returns an elementwise equation with the numbers that the whole batch has."""
     if whole is None or not part.rule.is_elementwise:
@@ -286,27 +328,16 @@ def _with_numbers_of_batch(part: Equation, whole: Equation | None) -> Equation:
     return with_literals_of(part, whole)
 
 
-def _inputs_read(graph: Graph) -> set[int]:
-    """Returns the inputs that the outputs of a program depend on."""
-    live = live_equations(graph.equations, graph.outputs)
-    read = {v for eqn in live for v in eqn.input_values}
-    read.update(a for a in graph.outputs if isinstance(a, int))
-    return {v for v in read if v < graph.num_inputs}
-
-
 def _folded(key: Array, number: Array) -> Array:
     """Returns keys for a microbatch; `key` may be an array of keys, typed or not."""
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        fold = jax.random.fold_in
-        rank = key.ndim
-    else:
-        fold, rank = jax.random.fold_in, key.ndim - 1
-    for _ in range(rank):
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    fold = jax.random.fold_in
+    for _ in range(key.ndim - (not is_typed)):
         fold = jax.vmap(fold, (0, None))
     return fold(key, number)
 
 
-def _sum_dtype(x: Array) -> Any:
-    """Returns the dtype in which the gradients of microbatches are added."""
+def _sum_dtype(x: Any) -> Any:
+    """Returns the dtype for sums over microbatches."""
     is_short = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
     return jnp.float32 if is_short else x.dtype

@@ -1,4 +1,4 @@
-"""`dafjax.accumulate`: microbatches give what the whole batch gives, or an error."""
+"""`dafjax.accumulate` gives the loss and the gradient of the batch, or an error."""
 
 import functools
 from collections.abc import Callable

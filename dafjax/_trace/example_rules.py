@@ -30,7 +30,7 @@ class Kind(enum.Enum):
 @final
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What is known of a value.
+    """How a value depends on the examples of a batch.
 
     Attributes:
         kind: How it depends on the examples.
@@ -308,8 +308,8 @@ class _Indexed:
     """How a `gather` or `scatter` finds the part of an example in a table.
 
     Attributes:
-        table: What is known of the table, which has rows.
-        indices: What is known of the indices.
+        table: The status of the table, which has rows.
+        indices: The status of the indices.
         whole: Whether each index takes the whole axis of examples.
         batching: The axes that table and indices share.
         indexed: The axes of the table that indices count, in the order of columns.

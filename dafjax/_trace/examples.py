@@ -1,4 +1,4 @@
-"""Finds what a program computes for each example of a batch, and what it sums.
+"""Follows the examples of a batch through a program, and finds its sums over them.
 
 Two traces of one function are compared: for the whole batch, and for a microbatch. An
 axis whose length differs between them holds examples. The analysis follows these axes
@@ -47,11 +47,11 @@ from dafjax._trace.tracing import ClosedJaxpr
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """What a function computes for each example of a batch.
+    """How the values of a function depend on the examples of a batch.
 
     Attributes:
         graph: Its program for the whole batch.
-        status: What is known of each value.
+        status: The status of each value.
         drawn: The arguments, keys of random numbers, that examples draw from.
     """
 
@@ -60,23 +60,23 @@ class Examples:
     drawn: frozenset[int]
 
     def status_of(self, atom: Atom) -> Status:
-        """Returns what is known of a value or a constant."""
+        """Returns the status of a value or a constant."""
         return _status(atom, self.status)
 
 
 class NotSeparableError(ValueError):
-    """The program of a microbatch is not that of the batch with fewer examples."""
+    """The programs of the batch and of a microbatch differ in more than sizes."""
 
 
 def follow_examples(
     whole: Graph, other: Graph, arguments: Sequence[Status], sizes: tuple[int, int]
 ) -> Examples:
-    """Returns what a function computes for each example.
+    """Returns how the values of a function depend on the examples.
 
     Args:
         whole: Its program for the whole batch.
         other: Its program for another number of examples, two or more.
-        arguments: What is known of each argument.
+        arguments: The status of each argument.
         sizes: How many examples the batch has, and the other program.
 
     Raises:
@@ -377,7 +377,7 @@ def _repeat(
 
 
 def _join(first: Status, second: Status) -> Status:
-    """Returns what is known of a value that is one of two."""
+    """Returns the status of a value that is one of two."""
     for status, other in ((first, second), (second, first)):
         if status.kind is Kind.MIXED:
             return status
