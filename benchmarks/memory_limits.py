@@ -1,9 +1,9 @@
 """The programs that `dafjax.jit` chooses under limits of memory.
 
 The step of a network computes its loss and its gradient. Each limit is a share of the
-memory of the plain step: arguments, results and temporary arrays. For each limit the table has
-the options that were chosen, the compiler's figure and the resident memory over the
-limit, and the noise of the gradient: the largest of all parameter arrays, and the
+memory of the plain step: arguments, results and temporary arrays. For each limit the
+table has the chosen options; the compiler's figure and the resident memory, over the
+limit; and the noise of the gradient: the largest of all parameter arrays, and the
 median. The resident memory is the bytes of the arguments, and the memory that a fresh
 process adds while a step runs. `none` is an error that names the smallest need found.
 

@@ -25,6 +25,7 @@ from benchmarks import (
     importance,
     largest_batch,
     layer_growth,
+    memory_limits,
     methods,
     minimum_cut,
     naive_codec,
@@ -81,6 +82,7 @@ PROGRAMS = (
     "bit_allocation",
     "gradient_noise",
     "zoo_memory",
+    "memory_limits",
 )
 
 
@@ -513,6 +515,20 @@ def test_a_network_that_fails_is_in_the_summary_of_the_zoo():
     records = [{"network": "vector", "methods": {"plain": record}}]
     failed = zoo_memory.summarize(records)["failed"]
     assert failed["vector, plain"].startswith("TypeError: Gradient only defined")
+
+
+def test_limits_of_memory_are_kept(tmp_path):
+    out = tmp_path / "limits.json"
+    memory_limits.main(
+        [
+            *("--networks", "layer_norm_192", "--shares", "0.5", "0.01"),
+            *("--accumulate", "--no-resident", "--out", str(out)),
+        ]
+    )
+    half, little = json.loads(out.read_text())["steps"]
+    assert half["total_nbytes"] <= half["limit"]
+    assert half["noise"]["worst"] < 1e-5
+    assert "do not hold" in little["error"]
 
 
 def test_environment_names_what_a_number_depends_on():
