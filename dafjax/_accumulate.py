@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, final
 
@@ -203,7 +204,7 @@ def _split_arguments(
 def _given_axes(args: Any, kwargs: Any, in_axes: Any) -> list[_Axis]:
     """Returns the axis of examples of each leaf of the arguments."""
     if in_axes is None:
-        of_args = [None, *map(_guessed_axis, args[1:])]
+        of_args = [None, *map(_guessed_axes, args[1:])]
     elif isinstance(in_axes, int):
         of_args = [in_axes] * len(args)
     else:
@@ -214,7 +215,7 @@ def _given_axes(args: Any, kwargs: Any, in_axes: Any) -> list[_Axis]:
             f"argument, but got {len(of_args)} entries, `{in_axes!r}`, for "
             f"{len(args)} arguments."
         )
-    of_kwargs = {name: _guessed_axis(x) for name, x in kwargs.items()}
+    of_kwargs = {name: _guessed_axes(x) for name, x in kwargs.items()}
     axes: list[_Axis] = []
     for axis, argument in zip(of_args, args, strict=True):
         axes.extend(_axes_of_leaves(axis, argument))
@@ -223,11 +224,18 @@ def _given_axes(args: Any, kwargs: Any, in_axes: Any) -> list[_Axis]:
     return axes
 
 
-def _guessed_axis(argument: Any) -> _Axis:
-    """Returns 0 if all arrays of an argument have a first axis of the same length."""
-    arrays = [x for x in jax.tree.leaves(argument) if _is_array(x) and not _is_key(x)]
-    lengths = {x.shape[0] if x.shape else None for x in arrays}
-    return 0 if len(lengths) == 1 and lengths != {None} else None
+def _guessed_axes(argument: Any) -> Any:
+    """Returns 0 for all arrays of an argument if their first axes have one length.
+
+    Scalars and keys hold no examples.
+    """
+    leaves = jax.tree.leaves(argument)
+    holds = [_is_array(x) and x.shape and not _is_key(x) for x in leaves]
+    lengths = {x.shape[0] for x in itertools.compress(leaves, holds)}
+    if len(lengths) != 1:
+        return None
+    axes = [0 if found else None for found in holds]
+    return jax.tree.unflatten(jax.tree.structure(argument), axes)
 
 
 def _axes_of_leaves(axes: Any, argument: Any) -> list[_Axis]:

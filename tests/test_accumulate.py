@@ -409,6 +409,10 @@ def of_a_tree(both):
     return squared(**both)
 
 
+def of_pair(w, batch):
+    return jnp.mean((batch["x"] @ w) ** batch["power"]) * batch["scale"]
+
+
 @pytest.mark.parametrize(
     ("loss", "in_axes", "call"),
     [
@@ -416,6 +420,11 @@ def of_a_tree(both):
         (squared, (None, 0), lambda f, w, x: f(w, x)),
         (squared, None, lambda f, w, x: f(w, x=x)),
         (swapped, (1, None), lambda f, w, x: f(x.T, w)),
+        (
+            of_pair,
+            None,
+            lambda f, w, x: f(w, {"x": x, "power": 2, "scale": jnp.ones(())}),
+        ),
         (of_a_tree, ({"w": None, "x": -2},), lambda f, w, x: f({"w": w, "x": x})),
     ],
 )

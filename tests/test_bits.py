@@ -12,6 +12,7 @@ import dafjax
 from dafjax import Bits
 from dafjax._plan.plan import place_of
 from dafjax.codecs import Affine
+from dafjax.policies import CompressExpensive
 from tests.helpers import relative_error
 
 
@@ -20,6 +21,8 @@ WIDTH = 256
 
 def bits_of(f, *args, **options):
     """Returns the bits of what is kept in affine codes, in order."""
+    # With a policy of its own, a small function is compressed at any rate.
+    options = {"policy": CompressExpensive(), **options}
     plan = dafjax.saved_residuals(dafjax.remat_compress(f, **options), *args)
     return [k.codec.bits for k in plan.kept if isinstance(k.codec, Affine)]
 
@@ -174,7 +177,8 @@ def test_more_bits_make_the_bias_of_a_nonlinear_use_small(weights, x):
     def deviation(bits):
         @jax.jit
         def gradient(seed):
-            return jax.grad(dafjax.remat_compress(f, bits=bits, seed=seed))(weights)
+            options = {"policy": CompressExpensive(), "bits": bits, "seed": seed}
+            return jax.grad(dafjax.remat_compress(f, **options))(weights)
 
         seeds = jnp.arange(24, dtype=jnp.uint32)
         mean = np.mean([gradient(seed) for seed in seeds], axis=0, dtype=np.float64)
