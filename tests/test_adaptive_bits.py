@@ -57,7 +57,7 @@ def average_bits(pool):
     return np.mean([site.bits_kept for site in pool.stats().sites.values()])
 
 
-@pytest.mark.parametrize("bits", [1.5, 3, 5.5])
+@pytest.mark.parametrize("bits", [1.5, 5.5])
 def test_the_average_is_obeyed(pool, example, bits):
     loss = dafjax.remat_compress(relu_loss, bits=dafjax.AverageBits(bits), store=pool)
     run(jax.jit(jax.grad(loss)), example)

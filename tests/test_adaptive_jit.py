@@ -90,7 +90,7 @@ def codes_in(closed):
 WEIGHTS = (jnp.float32(1e-2), jnp.float32(1.0))
 
 
-@pytest.mark.parametrize("bits", [1.5, 3, 5])
+@pytest.mark.parametrize("bits", [1.5, 5])
 def test_the_average_is_obeyed_and_what_matters_has_more_bits(example, bits):
     step = adaptive_gradient(two_branches, dafjax.AverageBits(bits))
     arguments = (*example, WEIGHTS)
@@ -152,8 +152,8 @@ class TestNumberOfCompiles:
         assert (step.num_compiles, len(traces)) == (compiled, traced)
         assert compiled <= 2
 
-    @pytest.mark.parametrize("most", [1, 3])
-    def test_no_more_is_compiled_than_allowed(self, example, most):
+    def test_no_more_is_compiled_than_allowed(self, example):
+        most = 3
         traces = []
 
         def loss(*arguments):

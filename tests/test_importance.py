@@ -28,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 def test_ranks_are_those_of_the_measured_variance(model, tmp_path):
     out = tmp_path / "importance.json"
     small = ["--resnet-width", "8", "--resnet-batch", "16", "--gpt2-width", "64"]
-    small += ["--gpt2-layers", "3", "--seeds", "2"]
+    small += ["--gpt2-layers", "2", "--seeds", "2"]
     importance.main(["--models", model, *small, "--out", str(out)])
     record = json.loads(out.read_text())["models"][model]
-    assert len(record["sites"]) >= 12
+    assert len(record["sites"]) >= 10
     assert record["rank_correlation"] > 0.8
 
 
