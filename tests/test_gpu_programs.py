@@ -129,11 +129,16 @@ def test_what_no_product_reads_is_decoded_in_the_kernels_that_read_it(monkeypatc
 
 
 @_OF_STEPS
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_step_needs_less_than_plain_and_checkpoint(device):
-    got = temp_nbytes("compress", device)
-    assert got < 0.25 * temp_nbytes("save_all", device)
-    assert got < 0.9 * temp_nbytes("remat_full", device)
+@pytest.mark.parametrize(
+    ("device", "most"), [(HERE, 0.18), ("Orin", 0.25), slow("Thor", 0.25)]
+)
+def test_a_step_needs_a_fraction_of_plain(device, most):
+    assert temp_nbytes("compress", device) < most * temp_nbytes("save_all", device)
+
+
+@_OF_STEPS
+def test_a_step_needs_less_than_under_checkpoint():
+    assert temp_nbytes("compress") < 0.9 * temp_nbytes("remat_full")
 
 
 @_OF_STEPS
@@ -350,7 +355,7 @@ def step_nbytes(device, *, layouts):
 def test_where_no_layout_is_pinned_weights_are_turned_round_at_the_start():
     """Orin runs convolutions in another order than the one arrays have."""
     pinned, free = (step_nbytes("Orin", layouts=layouts) for layouts in (True, False))
-    assert free > 1.5 * pinned
+    assert free > 1.3 * pinned
 
 
 def test_what_is_pinned_is_rearranged_behind_a_call():
