@@ -1,8 +1,8 @@
 """The handlers of CUDA with simulated kernels, for XLA on the CPU.
 
-As a plugin of pytest (`-p tests.simulated_gpu`) it has page pools and ledgers served by
-them, from the library that the environment variable DAFJAX_SIMULATED_GPU names: tests
-of these then run as on a GPU that does at once what it is told.
+As a plugin of pytest (`-p tests.simulated_gpu`) it replaces the custom calls of page
+pools and ledgers by these handlers; the environment variable DAFJAX_SIMULATED_GPU names
+their library. Tests then run as on a GPU without asynchronous execution.
 """
 
 import ctypes
@@ -59,7 +59,7 @@ def built(factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def load(path: os.PathLike[str]) -> ctypes.CDLL:
-    """Loads what was built."""
+    """Loads the library."""
     library = ctypes.CDLL(os.fspath(path))
     _cuda.connect(library)
     return library

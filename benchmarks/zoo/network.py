@@ -43,7 +43,7 @@ def trained(
     inputs: Sequence[Any],
     targets: Sequence[Any] = (),
 ) -> Network:
-    """Makes a network of a Linen module and an objective of what it returns.
+    """Makes a network of a Linen module and an objective of its outputs.
 
     A module with an attribute `remat` has blocks.
 
@@ -51,7 +51,7 @@ def trained(
         module: The module, with no argument but its inputs.
         objective: `objective(outputs, *targets)`, a scalar.
         inputs: The inputs.
-        targets: What else the objective needs.
+        targets: The other arguments of the objective.
     """
     variables = jax.jit(module.init)(jax.random.key(0), *inputs)
     rest = {name: v for name, v in variables.items() if name != "params"}
@@ -107,7 +107,7 @@ def language_model(module: nn.Module, vocabulary: int, length: int = 64) -> Netw
 
 
 def initial(module: nn.Module, *inputs: Any) -> ArrayTree:
-    """Returns parameters of a Linen module, of which constants are moved."""
+    """Returns the parameters of a Linen module, with constants moved."""
     return perturbed(jax.jit(module.init)(jax.random.key(0), *inputs)["params"])
 
 
