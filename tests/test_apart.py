@@ -1,6 +1,6 @@
-"""Backward passes as they run on GPUs: in parts that stay apart, level by level.
+"""Unrolled chunks: the backward pass of GPUs, whose chunks stay separate arrays.
 
-They are the same equations on the same codes, so that they can run on a CPU too.
+It runs the equations of a chunk loop, so a CPU can run it too.
 """
 
 import jax
@@ -26,13 +26,13 @@ from tests.helpers import prepared, relative_error, scheduled
 
 @pytest.fixture
 def with_plugin(monkeypatch):
-    """As if there were JAX's CUDA plugin."""
+    """Pretends that JAX's CUDA plugin is installed."""
     monkeypatch.setattr(_rules, "installed_plugins", lambda: ("plugin",))
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
-    """Lets parts be small, as the arrays of these tests are, also beside others."""
+def small_chunks(monkeypatch):
+    """Allows small chunks, because the arrays of these tests are small."""
     monkeypatch.setattr(config, "LEAST_NBYTES_OF_CHUNK", 1)
     monkeypatch.setattr(config, "LEAST_NBYTES_UNROLLED", 1)
     monkeypatch.setattr(config, "LEAST_SHARE_OF_LARGEST", 0)
@@ -40,7 +40,7 @@ def small_parts(monkeypatch):
 
 @pytest.fixture
 def as_on_gpu(with_plugin, monkeypatch):
-    """As if what is lowered were lowered for a GPU. Returns the parts that run."""
+    """Lowers every program as for a GPU. Returns the number of chunks of each stage."""
     counts = []
     run = Chunks.run
 
@@ -62,7 +62,7 @@ def as_on_gpu(with_plugin, monkeypatch):
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Returns the shapes of what is joined."""
+    """Returns the shape of a chunk for each array that is joined."""
     shapes = []
     join = Rows.join
 
@@ -85,7 +85,7 @@ def mlp_example(key, num_examples=512):
 
 
 def explicit_mlp_loss(params, x):
-    """That of the MLP on a mesh with explicit axes: each device has all weights."""
+    """The loss of the MLP on a mesh with explicit axes; each device has all weights."""
     whole = jax.sharding.PartitionSpec()
     return networks.mlp_loss(jax.tree.map(lambda w: jax.reshard(w, whole), params), x)
 
@@ -95,8 +95,8 @@ def gradient(loss, *arguments, max_parts=2, **options):
     return jax.jit(jax.grad(wrapped))(*arguments)
 
 
-def at_once(monkeypatch, loss, *arguments, **options):
-    """The gradient where nothing runs in parts, or for GPUs."""
+def without_chunks(monkeypatch, loss, *arguments, **options):
+    """Returns the gradient without chunks, and not lowered for a GPU."""
     with monkeypatch.context() as patch:
         patch.setattr(_rules, "installed_plugins", tuple)
         patch.setattr(stages, "divide", lambda *arguments: None)
@@ -110,18 +110,18 @@ def assert_close(got, expected, tolerance=1e-5):
 
 
 class TestGradients:
-    """They are those of the whole but for the order in which sums are taken."""
+    """They equal the gradients without chunks, up to the order of sums."""
 
     def test_of_convolutions_and_norms(self, key, as_on_gpu, joined, monkeypatch):
         params, x = example(key)
         got = gradient(networks.conv_loss, params, x)
         assert set(as_on_gpu) == {2}
-        # What goes on stays in parts to the end.
+        # The cotangent stays chunked to the end.
         assert joined == []
-        assert_close(got, at_once(monkeypatch, networks.conv_loss, params, x))
+        assert_close(got, without_chunks(monkeypatch, networks.conv_loss, params, x))
 
-    def test_sums_of_a_norm_end_together(self, key, as_on_gpu):
-        """Those of both parts: they are four."""
+    def test_the_reductions_of_a_norm_are_batched(self, key, as_on_gpu):
+        """One reduction serves both sums of both chunks."""
         wrapped = jax.grad(dafjax.remat_compress(networks.conv_loss, max_parts=2))
         traced = str(jax.make_jaxpr(jax.jit(wrapped))(*example(key)))
         assert set(as_on_gpu) == {2}
@@ -134,11 +134,11 @@ class TestGradients:
         x = jax.random.normal(jax.random.fold_in(key, 1), (4096, 64))
         got = gradient(networks.mlp_loss, params, x)
         assert 2 in as_on_gpu
-        assert_close(got, at_once(monkeypatch, networks.mlp_loss, params, x))
+        assert_close(got, without_chunks(monkeypatch, networks.mlp_loss, params, x))
 
     @pytest.fixture
     def mixed(self, key):
-        """A loss of which each layer's cotangent is read as a whole."""
+        """A loss with layers that read their whole cotangent."""
         weights = jax.random.normal(key, (3, 512, 512)) / 20
         mixing = jax.random.normal(key, (64, 64)) / 8
 
@@ -146,7 +146,7 @@ class TestGradients:
         def mix(mixing, x):
             return mixing.T @ x
 
-        # Each row of the result is of a row of `mixing` and of all of the cotangent.
+        # Each row of the result depends on the whole cotangent.
         mix.defvjp(
             lambda mixing, x: (mix(mixing, x), mixing),
             lambda mixing, g: (jnp.zeros_like(mixing), mixing @ g),
@@ -159,26 +159,24 @@ class TestGradients:
 
         return loss, weights, mixing, jnp.ones((64, 512))
 
-    def test_parts_that_would_soon_be_joined_are_not_made(
+    def test_a_stage_whose_results_would_be_joined_has_one_chunk(
         self, mixed, as_on_gpu, joined
     ):
         gradient(*mixed)
         assert set(as_on_gpu) == {1}
         assert joined == []
 
-    def test_what_is_there_in_parts_can_be_read_as_a_whole(
+    def test_chunked_values_can_be_read_whole(
         self, mixed, as_on_gpu, joined, monkeypatch
     ):
         monkeypatch.setattr(config, "LEAST_CHUNKED_RESULTS", 0)
         got = gradient(*mixed)
         assert 2 in as_on_gpu
         assert joined
-        assert_close(got, at_once(monkeypatch, *mixed))
+        assert_close(got, without_chunks(monkeypatch, *mixed))
 
-    def test_what_is_there_in_one_part_can_be_read_as_a_whole(
-        self, key, as_on_gpu, monkeypatch
-    ):
-        """By a stretch that reads no rows of it."""
+    def test_values_of_one_chunk_can_be_read_whole(self, key, as_on_gpu, monkeypatch):
+        """By a stage that does not read them along the batch axis."""
         shapes = [(64, 512), (64, 64), (64, 64)]
         weights = [jax.random.normal(key, shape) / 8 for shape in shapes]
         x = jax.random.normal(key, (512, 64))
@@ -190,30 +188,30 @@ class TestGradients:
 
         got = gradient(loss, weights, x, max_parts=1)
         assert set(as_on_gpu) == {1}
-        assert_close(got, at_once(monkeypatch, loss, weights, x))
+        assert_close(got, without_chunks(monkeypatch, loss, weights, x))
 
-    def test_where_gpus_may_share_rows_there_is_one_part(
+    def test_a_batch_that_gpus_may_share_has_one_chunk(
         self, key, as_on_gpu, monkeypatch
     ):
-        """Else each part's gradients of weights would go round all of them."""
+        """Each chunk would need an all-reduce of its gradients of weights."""
         monkeypatch.setattr(chunking, "_gpus_may_share", lambda: True)
         gradient(networks.conv_loss, *example(key, 2))
         assert set(as_on_gpu) == {1}
 
-    def test_in_one_part(self, key, as_on_gpu, monkeypatch):
+    def test_in_one_chunk(self, key, as_on_gpu, monkeypatch):
         params, x = example(key)
         got = gradient(networks.conv_loss, params, x, max_parts=1)
         assert set(as_on_gpu) == {1}
-        assert_close(got, at_once(monkeypatch, networks.conv_loss, params, x))
+        assert_close(got, without_chunks(monkeypatch, networks.conv_loss, params, x))
 
-    def test_of_bfloat16_are_as_near_to_the_exact_ones(
+    def test_of_bfloat16_are_as_close_to_the_exact_ones(
         self, key, as_on_gpu, monkeypatch
     ):
         params, x = example(key)
         short = jax.tree.map(lambda x: x.astype("bfloat16"), (params, x))
         got = gradient(networks.conv_loss, *short)
         assert set(as_on_gpu) == {2}
-        whole = at_once(monkeypatch, networks.conv_loss, *short)
+        whole = without_chunks(monkeypatch, networks.conv_loss, *short)
         exact = jax.jit(jax.grad(networks.conv_loss))(params, x)
         for a, b, c in zip(*map(jax.tree.leaves, (got, whole, exact)), strict=True):
             assert a.dtype == b.dtype == jnp.bfloat16
@@ -234,7 +232,7 @@ class TestGradients:
         loss = networks.named_loss
         got = gradient(loss, w, x, **options)
         assert as_on_gpu
-        assert_close(got, at_once(monkeypatch, loss, w, x, **options))
+        assert_close(got, without_chunks(monkeypatch, loss, w, x, **options))
 
     def test_of_the_body_of_a_loop_and_with_keys(self, key, as_on_gpu, monkeypatch):
         weights = jax.random.normal(key, (3, 32, 32)) / 6
@@ -251,10 +249,10 @@ class TestGradients:
         dropout = jax.random.key(7)
         got = gradient(loss, weights, x, dropout)
         assert as_on_gpu
-        assert_close(got, at_once(monkeypatch, loss, weights, x, dropout))
+        assert_close(got, without_chunks(monkeypatch, loss, weights, x, dropout))
 
     def test_with_integers(self, key, as_on_gpu, monkeypatch):
-        """Whose cotangents have no numbers."""
+        """Their cotangents have the dtype float0."""
         table = jax.random.normal(key, (16, 32))
         tokens = jax.random.randint(key, (64, 32), 0, 16)
 
@@ -286,8 +284,8 @@ class TestGradients:
         monkeypatch.setattr(_rules, "installed_plugins", tuple)
         assert_close(got, gradients())
 
-    # With noise the forward passes must be equal, of which it is drawn: they are where
-    # XLA takes sums in the same order (jax 0.9.2 does not).
+    # Noise is seeded by the forward pass, so both must sum in the same order. XLA does
+    # that, but not on jax 0.9.2.
     def test_shared_by_devices(self, key, as_on_gpu):
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
@@ -300,7 +298,7 @@ class TestGradients:
         expected = gradient(networks.conv_loss, params, x, policy=policy)
         assert_close(got, expected, 1e-4)
 
-    def test_cotangents_and_residuals_are_left_as_they_were(self, key, as_on_gpu):
+    def test_cotangents_and_residuals_are_not_overwritten(self, key, as_on_gpu):
         params, x = example(key, 2)
 
         def blocks(x):
@@ -327,7 +325,7 @@ class TestWhereItRuns:
         got = gradient(networks.conv_loss, params, x)
         jax.tree.map(np.testing.assert_array_equal, got, without)
 
-    def test_on_a_gpu_it_is_another_one(self, key, with_plugin):
+    def test_the_program_for_a_gpu_has_no_chunk_loop(self, key, with_plugin):
         params, x = example(key)
         wrapped = dafjax.remat_compress(networks.conv_loss)
         traced = jax.jit(jax.grad(wrapped)).trace(params, x)
@@ -335,44 +333,48 @@ class TestWhereItRuns:
         assert "stablehlo.while" not in on_gpu
         on_cpu = traced.lower()
         assert "stablehlo.while" in on_cpu.as_text()
-        # Which one it is, is not asked when it runs.
+        # The branch is chosen when the program is lowered.
         assert "conditional" not in on_cpu.compile().as_text()
 
     @pytest.mark.parametrize(
         ("num_images", "max_parts", "num_parts"),
         [(40, None, 4), (32, 2, 2)],
     )
-    def test_what_is_in_a_page_pool_is_read_in_four_parts(
+    def test_residuals_of_a_page_pool_are_read_in_at_most_four_chunks(
         self, num_images, max_parts, num_parts, key, as_on_gpu, monkeypatch
     ):
-        """Of what was stored for eight, for four, though five would do, or for two."""
+        """The pool stores eight chunks, which four or two can read, but not five."""
         monkeypatch.setattr(_codecs, "_NUM_ELEMENTS_OF_PAGE", 1)
-        # Of arrays that GPUs may share there would be one part.
+        # Without a pool, arrays that GPUs may share have one chunk.
         monkeypatch.setattr(chunking, "_gpus_may_share", lambda: True)
         params, _ = example(key)
         x = jax.random.normal(key, (num_images, 8, 8, 32))
         with dafjax.stores.PagePool() as pool:
-            # Other noise follows from other last bits of sums, which two programs have.
+            # Sums of two programs differ in their last bits, so noise would differ.
             options = {
                 "store": pool,
                 "max_parts": max_parts,
                 "policy": CompressExpensive(Affine(rounding="nearest")),
             }
             got = gradient(networks.conv_loss, params, x, **options)
-            # An execution of a pool is over when the next one begins.
+            # A pool's execution must be over before the next one begins.
             jax.block_until_ready(got)
             assert set(as_on_gpu) == {num_parts}
-            expected = at_once(monkeypatch, networks.conv_loss, params, x, **options)
+            expected = without_chunks(
+                monkeypatch, networks.conv_loss, params, x, **options
+            )
             assert_close(got, expected)
 
-    def test_what_a_page_pool_has_not_divided_is_read_as_a_whole(self, key, as_on_gpu):
-        """For these residuals have less than a page."""
+    def test_residuals_that_a_page_pool_stores_whole_are_read_whole(
+        self, key, as_on_gpu
+    ):
+        """These residuals are smaller than a page."""
         with dafjax.stores.PagePool() as pool:
             got = gradient(networks.conv_loss, *example(key), store=pool)
             jax.block_until_ready(got)
         assert set(as_on_gpu) == {1}
 
-    def test_where_types_say_how_devices_share_arrays_it_does_not(self, key, as_on_gpu):
+    def test_on_explicit_meshes_no_chunk_is_unrolled(self, key, as_on_gpu):
         mesh = jax.make_mesh((2,), ("data",))
         rows = jax.sharding.PartitionSpec("data")
         params = networks.mlp_params(key)
@@ -385,7 +387,7 @@ class TestWhereItRuns:
 
 
 class TestMeasuredBits:
-    """Of `adaptive_jit`, whose backward passes sample what they compute."""
+    """`adaptive_jit` samples the values of backward passes."""
 
     @staticmethod
     def step(loss=networks.conv_loss):
@@ -412,15 +414,16 @@ class TestMeasuredBits:
     def test_importances_are_those_in_loops(
         self, key, as_on_gpu, monkeypatch, most, samples, num_batches, tolerance
     ):
-        """Of all elements, and of samples, which other parts have others of.
+        """From all elements, and from samples.
 
-        A batch's importances from samples differ by a standard deviation of 2 %.
+        Other chunks draw other samples: importances of a batch differ by 2 % (standard
+        deviation).
         """
         monkeypatch.setattr(config, "CHUNKS_UNROLLED", most)
         monkeypatch.setattr(config, "SAMPLED_ELEMENTS", samples)
         params, x = example(key)
         xs = jax.random.normal(jax.random.fold_in(key, 1), (num_batches, *x.shape))
-        # Of which parts are not alike.
+        # The chunks are not alike.
         xs = jnp.where(jnp.arange(32)[:, None, None, None] < 16, xs, xs / 8)
 
         def means():
@@ -435,7 +438,7 @@ class TestMeasuredBits:
         assert (got > 0).all()
         np.testing.assert_allclose(got, expected, rtol=tolerance)
 
-    def test_gradients_are_those_of_the_whole(self, key, as_on_gpu, monkeypatch):
+    def test_gradients_are_those_without_chunks(self, key, as_on_gpu, monkeypatch):
         params, x = example(key)
         got = self.step()(params, x)
         assert as_on_gpu
@@ -454,7 +457,7 @@ class TestMeasuredBits:
         assert steps[1].nbytes == steps[0].nbytes
         assert list(steps[1].bits.values()) == list(steps[0].bits.values())
 
-    def test_nothing_is_lost_behind_a_gradient_without_elements(self, key):
+    def test_importances_survive_a_gradient_without_elements(self, key):
         params, x = mlp_example(key)
 
         def loss(both, x):
@@ -479,7 +482,7 @@ class TestMeasuredBits:
         step(params, x)
         assert step.nbytes == expected.nbytes > 0
 
-    # Of the larger not all elements are sampled, nor whole blocks looked at.
+    # The larger batch is sampled.
     @pytest.mark.parametrize("num_examples", [96, 2048])
     def test_on_a_mesh_with_explicit_axes(self, num_examples, key):
         rows = jax.sharding.PartitionSpec("data")
@@ -488,10 +491,10 @@ class TestMeasuredBits:
         with jax.set_mesh(jax.make_mesh((2,), ("data",))):
             x = jax.reshard(x, rows)
             got = self.importances(self.step(explicit_mlp_loss), params, x)
-        # Each device makes the note.
+        # Each device notes the importances.
         np.testing.assert_allclose(got, 2 * expected, rtol=0.1)
 
-    def test_of_examples_that_devices_share_by_type(self, key):
+    def test_of_examples_on_a_mesh_with_explicit_axes(self, key):
         params, x = mlp_example(key)
         x = x.reshape(8, 64, 64)
         wrapped = dafjax.remat_compress(networks.mlp_loss, bits=dafjax.AverageBits(2))
@@ -525,17 +528,17 @@ def divisions_apart(plan, most=2):
 
 class TestDivisions:
     @pytest.mark.parametrize("most", [1, 2, 8])
-    def test_there_are_four_parts_at_most(self, most, key):
+    def test_there_are_at_most_four_chunks(self, most, key):
         found = divisions_apart(plan_of_convolutions(key), most)
         assert {d.num_parts for d in found} == {min(most, 4)}
         assert all(d.is_apart for d in found)
 
-    def test_small_parts_are_not_worth_their_kernels(self, key, monkeypatch):
+    def test_small_chunks_are_not_worth_their_kernels(self, key, monkeypatch):
         monkeypatch.setattr(config, "LEAST_NBYTES_UNROLLED", 1 << 20)
         found = divisions_apart(plan_of_convolutions(key))
         assert {d.num_parts for d in found} == {1}
 
-    def test_results_are_made_once_and_read_by_the_loops_behind(self, key):
+    def test_results_are_computed_once_and_read_by_later_loops(self, key):
         read = 0
         for d in divisions_apart(plan_of_convolutions(key)):
             there = set()
@@ -545,7 +548,7 @@ class TestDivisions:
                 there.update(loop.results)
         assert read
 
-    def test_what_depends_on_sums_decodes_again(self, key):
+    def test_a_loop_that_reads_sums_decodes_again(self, key):
         again = [
             set(a.unpacked) & set(b.unpacked)
             for d in divisions_apart(plan_of_convolutions(key))
@@ -553,8 +556,8 @@ class TestDivisions:
         ]
         assert any(again)
 
-    def test_what_reads_parts_has_the_same(self, key):
-        """Though nothing large is unpacked there."""
+    def test_stages_that_read_chunks_have_the_same_chunks(self, key):
+        """Even a stage that unpacks nothing large."""
         apart = divisions_apart(plan_of_convolutions(key))
         bare = [
             d
@@ -566,12 +569,12 @@ class TestDivisions:
         assert bare
         assert {d.rows for d in apart} == {bare[0].rows}
 
-    def test_in_loops_nothing_of_this_is_so(self, key):
+    def test_chunks_of_loops_are_not_unrolled(self, key):
         found = [s.division for s in scheduled(plan_of_convolutions(key))]
         assert not any(d.is_apart for d in found if d is not None)
 
 
-def test_where_calls_unpack_there_are_more_parts(key):
+def test_residuals_that_calls_unpack_have_more_chunks(key):
     plan = plan_of_convolutions(key)
     assert chunking.usual_parts_apart(codecs_in(Arrays(), plan).values()) == 1
     with dafjax.stores.PagePool() as pool:
@@ -581,16 +584,16 @@ def test_where_calls_unpack_there_are_more_parts(key):
 @pytest.mark.parametrize(
     ("num_rows", "num_parts", "for_both"), [(256, 8, 8), (200, 5, 4), (500, 5, 2)]
 )
-def test_what_is_stored_for_cpus_can_be_read_in_parts_of_gpus(
+def test_chunks_stored_for_cpus_can_be_read_as_chunks_of_gpus(
     num_rows, num_parts, for_both
 ):
-    """Each of the two devices of these tests has some rows of each part."""
+    """Each of the two devices has rows of each chunk."""
     like = jax.ShapeDtypeStruct((num_rows, 64), jnp.float32)
     assert chunking.most_parts(like, 8) == num_parts
     assert chunking.most_parts(like, 8, serves_gpus=True) == for_both
 
 
-def test_the_last_token_is_read_by_a_gradient_that_has_elements():
+def test_the_last_barrier_passes_through_a_gradient_with_elements():
     gradients = [jnp.zeros((0, 5)), jnp.ones(3), jnp.ones(7)]
     behind = interpreter._one_behind(gradients, jnp.copy, key=jnp.size)
     changed = [a is not b for a, b in zip(behind, gradients, strict=True)]
@@ -602,7 +605,7 @@ def test_the_last_token_is_read_by_a_gradient_that_has_elements():
 class TestRows:
     @pytest.mark.parametrize("is_interleaved", [True, False])
     @pytest.mark.parametrize("num_parts", [1, 2, 4])
-    def test_parts_are_joined_to_what_they_were(self, num_parts, is_interleaved):
+    def test_join_inverts_split(self, num_parts, is_interleaved):
         x = jnp.arange(24.0).reshape(8, 3)
         rows = Rows(num_parts, is_interleaved)
         split = rows.split(x)
@@ -612,7 +615,7 @@ class TestRows:
         np.testing.assert_array_equal(split[0], x[::step][: 8 // num_parts])
 
     @pytest.mark.parametrize("is_interleaved", [True, False])
-    def test_a_loop_has_the_same_parts(self, is_interleaved):
+    def test_a_loop_has_the_same_chunks(self, is_interleaved):
         x = jnp.arange(24.0).reshape(8, 3)
         rows = Rows(4, is_interleaved)
         divided = rows.divide(x)
@@ -623,7 +626,7 @@ class TestRows:
 
 
 class TestValues:
-    def test_a_value_in_parts_is_joined_once(self, joined):
+    def test_a_chunked_value_is_joined_once(self, joined):
         values = Values()
         rows = Rows(2, is_interleaved=False)
         values.put_parts({3: (jnp.zeros(2), jnp.ones(2))}, rows)
@@ -635,7 +638,7 @@ class TestValues:
         with pytest.raises(KeyError):
             values[4]
 
-    def test_a_whole_is_read_where_it_is_said(self):
+    def test_a_late_value_is_read_late(self):
         values = Values()
         values[3] = jnp.zeros(4)
         late = {3: jnp.arange(4.0)}
@@ -643,7 +646,7 @@ class TestValues:
         np.testing.assert_array_equal(first, [0, 1])
         np.testing.assert_array_equal(second, [2, 3])
 
-    def test_others_parts_are_made_of_the_whole(self):
+    def test_other_chunks_are_split_from_the_joined_value(self):
         values = Values()
         values.put_parts({3: (jnp.zeros(2), jnp.ones(2))}, Rows(2, False))
         even, odd = values.parts(3, Rows(2, is_interleaved=True), values)

@@ -200,15 +200,20 @@ class TestTraces:
         f, traces = self.counted()
         p, x = mlp
         f(p, x)
-        jax.jit(f)(p, x)
         jax.grad(f)(p, x)
-        jax.grad(f, argnums=1)(p, x)
-        jax.jit(jax.value_and_grad(f))(p, x)
-        jax.vmap(jax.grad(f), (None, 0))(p, x[None])
-        jax.grad(lambda p: jax.vmap(f, (None, 0))(p, x[None]).sum())(p)
-        jax.lax.scan(lambda c, x: (c, jax.grad(f)(p, x)), 0, x[None])
-        jax.grad(jax.checkpoint(f))(p, x)
-        jax.jacrev(f, argnums=1)(p, x)
+
+        @jax.make_jaxpr
+        def all_others(p, x):
+            jax.jit(f)(p, x)
+            jax.grad(f, argnums=1)(p, x)
+            jax.jit(jax.value_and_grad(f))(p, x)
+            jax.vmap(jax.grad(f), (None, 0))(p, x[None])
+            jax.grad(lambda p: jax.vmap(f, (None, 0))(p, x[None]).sum())(p)
+            jax.lax.scan(lambda c, x: (c, jax.grad(f)(p, x)), 0, x[None])
+            jax.grad(jax.checkpoint(f))(p, x)
+            jax.jacrev(f, argnums=1)(p, x)
+
+        all_others(p, x)
         assert traces == [x.shape]
 
     def test_every_static_argument_is_traced_once(self, mlp):

@@ -1,27 +1,11 @@
 """The CUDA kernels, run on the CPU by a simulator; and bugs that it must find."""
 
-import os
-import pathlib
 import shutil
-import subprocess
 
 import pytest
 
 from tests.helpers import slow
-from tests.simulated_gpu import run_compiler
-
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-TESTS = ROOT / "tests" / "cpp"
-SOURCES = ROOT / "xla_ffi"
-# One rounding per operation. Loads of four values at a time are no matter of types.
-FLAGS = (
-    "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-ffp-contract=off",
-    "-fno-trapping-math", "-fno-math-errno", "-fno-strict-aliasing",
-)  # fmt: skip
-ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-THREAD = ("-fsanitize=thread",)
-SANITIZERS = {"none": (), "address": ADDRESS, "thread": THREAD}
+from tests.native_build import POOL, SANITIZERS, SOURCES, Build, run, shared_folder
 
 
 # What tests of kernels are linked with.
@@ -33,65 +17,13 @@ POOLS = ("cpu/batch.cc", "cpu/kernels.cc", "cuda/copy.cu", "cuda/notes.cu",
          "device_pool/host_packer.cu",
          "device_pool/mapped_memory.cu", "device_pool/note_queue.cu",
          "device_pool/page_lists.cu", "device_pool/told_entries.cu",
-         "pool/allocation.cc", "pool/bit_allocator.cc",
-         "pool/bookkeeping.cc", "pool/fork.cc", "pool/handle.cc", "pool/invariants.cc",
-         "pool/memory.cc", "pool/page_allocator.cc", "pool/pool.cc",
-         "pool/registry.cc", "pool/small_allocator.cc")  # fmt: skip
+         *POOL)  # fmt: skip
 LEDGERS = ("ledger/device_notes.cu", "ledger/ledger.cc")
 REDUCTIONS = ("cpu/reduce.cc", "cuda/copy.cu", "cuda/graph.cu", "cuda/reduce.cu")
 
 
-class Build:
-    """Compiles what is asked for once, into a folder."""
-
-    def __init__(self, folder, sanitizer="none", sources=SOURCES, flags=()):
-        self.folder = folder
-        self.flags = SANITIZERS[sanitizer]
-        self.more_flags = flags
-        self.sources = sources
-
-    def _compile(self, source, *flags):
-        target = self.folder / f"{source.parent.name}_{source.stem}.o"
-        if not target.exists():
-            run_compiler(
-                os.environ.get("CXX", "c++"), *FLAGS, *self.more_flags,
-                f"-I{self.sources}", *flags, "-x", "c++", "-c", source, "-o", target,
-            )  # fmt: skip
-        return target
-
-    def program(self, test, kernels=()):
-        """Links a test, the simulator, and sources of kernels."""
-        # The thread sanitizer must not see how the simulator switches stacks, and there
-        # is nothing to be found in the CPU's vector kernels.
-        unseen = () if self.flags == THREAD else self.flags
-        objects = [
-            self._compile(path, *unseen)
-            for path in sorted(self.sources.glob("simulator/*.cc"))
-        ]
-        for name in kernels:
-            only_scalar = ("-DDAFJAX_ONLY_SCALAR", "-Wno-maybe-uninitialized")
-            flags = only_scalar if name == "cpu/kernels.cc" else self.flags
-            objects.append(self._compile(self.sources / name, *flags))
-        objects.append(self._compile(TESTS / f"{test}.cc", *self.flags))
-        target = self.folder / test
-        run_compiler(
-            os.environ.get("CXX", "c++"), *FLAGS, *self.flags, *objects, "-o", target
-        )
-        return target
-
-
-def _run(program, *arguments, timeout=3600):
-    return subprocess.run(
-        [program, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-    )
-
-
 def _assert_passes(program, *arguments):
-    done = _run(program, *arguments)
+    done = run(program, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -99,7 +31,7 @@ def _assert_passes(program, *arguments):
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory):
     return {
-        name: Build(tmp_path_factory.mktemp(name), sanitizer=name)
+        name: Build(shared_folder(tmp_path_factory, f"native-{name}"), sanitizer=name)
         for name in SANITIZERS
     }
 
@@ -155,7 +87,7 @@ BUGS = {
 @pytest.mark.parametrize("sanitizer", SLOW_SANITIZERS)
 def test_the_simulator_notices_bugs(builds, sanitizer):
     program = builds[sanitizer].program("simulator_test")
-    found = {bug for bug in BUGS if _run(program, bug).returncode not in (0, 2)}
+    found = {bug for bug in BUGS if run(program, bug).returncode not in (0, 2)}
     assert found == {bug for bug, by in BUGS.items() if sanitizer in by}
 
 
@@ -301,7 +233,7 @@ BUGS_OF_POOLS = {
 def test_a_planted_bug_in_a_pool_is_found(bug, tmp_path):
     plant(*BUGS_OF_POOLS[bug], tmp_path)
     build = Build(tmp_path, sources=tmp_path, flags=["-Wno-error"])
-    done = _run(build.program("cuda_pool_test", POOLS))
+    done = run(build.program("cuda_pool_test", POOLS))
     assert done.returncode != 0
 
 
@@ -509,11 +441,11 @@ def test_a_planted_bug_is_found(mutant, tmp_path):
     name, *_ = change
     build = Build(tmp_path, sanitizer, sources=tmp_path, flags=["-Wno-error"])
     if name == "ledger/device_notes.cu":
-        done = _run(build.program("cuda_ledger_test", LEDGERS))
+        done = run(build.program("cuda_ledger_test", LEDGERS))
     elif name == "cuda/reduce.h":
-        done = _run(build.program("cuda_reduce_test", REDUCTIONS), "orders")
+        done = run(build.program("cuda_reduce_test", REDUCTIONS), "orders")
     else:
-        done = _run(build.program("cuda_kernels_test", CODES), "spread")
+        done = run(build.program("cuda_kernels_test", CODES), "spread")
     assert done.returncode != 0
 
 

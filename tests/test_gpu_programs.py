@@ -36,6 +36,7 @@ DEVICES = [HERE, "Orin", slow("Thor")]
 # Tests that compare with the same program run in one process, which compiles it once.
 _OF_STEPS = pytest.mark.xdist_group("steps")
 _OF_TRANSFORMERS = pytest.mark.xdist_group("transformers")
+_OF_CONVOLUTIONS = pytest.mark.xdist_group("convolutions")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,7 +50,7 @@ def compile_anew():
 
 
 @functools.cache
-def compiled(method, device=HERE, *, layers=16, ties=True, library=True):
+def compiled(method, device=HERE, *, layers=8, ties=True, library=True):
     """Compiles a step of blocks whose activations have 2, 8 and 8 MiB."""
     workload = Workload(make_method(method, bits=2), layers, width=256, tokens=2048)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -128,16 +129,21 @@ def test_what_no_product_reads_is_decoded_in_the_kernels_that_read_it(monkeypatc
 
 
 @_OF_STEPS
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_step_needs_less_than_plain_and_checkpoint(device):
-    got = temp_nbytes("compress", device)
-    assert got < 0.16 * temp_nbytes("save_all", device)
-    assert got < 0.9 * temp_nbytes("remat_full", device)
+@pytest.mark.parametrize(
+    ("device", "most"), [(HERE, 0.18), ("Orin", 0.25), slow("Thor", 0.25)]
+)
+def test_a_step_needs_a_fraction_of_plain(device, most):
+    assert temp_nbytes("compress", device) < most * temp_nbytes("save_all", device)
+
+
+@_OF_STEPS
+def test_a_step_needs_less_than_under_checkpoint():
+    assert temp_nbytes("compress") < 0.9 * temp_nbytes("remat_full")
 
 
 @_OF_STEPS
 def test_without_ties_less_is_saved():
-    assert temp_nbytes("compress", ties=False) > 1.5 * temp_nbytes("compress")
+    assert temp_nbytes("compress", ties=False) > 1.3 * temp_nbytes("compress")
 
 
 @_OF_STEPS
@@ -171,9 +177,9 @@ def residual_loss(params, x):
 
 
 def residual_blocks():
-    """Returns what the loss takes, for 8 blocks and 4096 rows of 512."""
+    """Returns arguments of the loss: 4 blocks, and 4096 rows of 512."""
     block = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (512,)))
-    return [block] * 8, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    return [block] * 4, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
 
 
 @pytest.mark.parametrize("bits", [2, dafjax.AverageBits(2)], ids=repr)
@@ -194,7 +200,7 @@ def test_few_rows_are_summed_in_two_steps():
         text = compile_on("H200", jax.grad(loss), *residual_blocks()).as_text()
         of_groups.append(len(re.findall(r" = f32\[16,512\]\S* reduce\(", text)))
     # The gradients of the biases.
-    assert of_groups == [0, 8]
+    assert of_groups == [0, 4]
 
 
 def strided_loss(params, x):
@@ -241,6 +247,7 @@ def loops_of(program):
     return [line for line in program.as_text().splitlines() if " while(" in line]
 
 
+@_OF_CONVOLUTIONS
 def test_loops_over_parts_run_without_waiting_for_the_host():
     """Where XLA knows how often, it asks no device whether a loop goes on."""
     loops = loops_of(gradient_of_convolutions(loops=True))
@@ -248,6 +255,7 @@ def test_loops_over_parts_run_without_waiting_for_the_host():
     assert all('"known_trip_count":{"n":"8"}' in line for line in loops)
 
 
+@_OF_CONVOLUTIONS
 def test_parts_are_apart_and_take_less_than_in_loops():
     apart = gradient_of_convolutions(max_parts=2)
     in_loops = gradient_of_convolutions(loops=True)
@@ -277,6 +285,7 @@ def products_loss(weights, x):
     return jnp.mean(x**2)
 
 
+@functools.cache
 def gradient_of_products(products_loss=products_loss, **options):
     weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
     x = jax.ShapeDtypeStruct((64, 256, 256), jnp.float32)
@@ -292,17 +301,18 @@ def test_all_examples_at_once_need_no_more_than_halves():
     assert temp_of(at_once) < 1.01 * temp_of(halves)
 
 
+@_OF_CONVOLUTIONS
 @pytest.mark.parametrize(
     ("compile_it", "place", "name", "without"),
     [
         # Nobody reads the last token, and XLA drops what it was to wait for.
         (
-            gradient_of_products,
+            functools.partial(gradient_of_products),
             *(interpreter, "_one_behind", lambda gradients, *_, **__: list(gradients)),
         ),
         # Sums are put off that are read later.
         (
-            functools.partial(gradient_of_convolutions.__wrapped__, max_parts=2),
+            functools.partial(gradient_of_convolutions, max_parts=2),
             *(chunks, "_after_chunk", lambda made, token: (made, token)),
         ),
     ],
@@ -312,9 +322,12 @@ def test_without_one_of_its_orders_more_is_there(
 ):
     nbytes = temp_of(compile_it())
     monkeypatch.setattr(place, name, without)
-    assert temp_of(compile_it()) > 1.1 * nbytes
+    # Not what is cached.
+    anew = functools.partial(compile_it.func.__wrapped__, **compile_it.keywords)
+    assert temp_of(anew()) > 1.1 * nbytes
 
 
+@_OF_CONVOLUTIONS
 def test_what_was_decoded_is_not_written_for_a_second_kernel():
     """Each level of a norm decodes again: else codes are there as 32-bit integers."""
     text = gradient_of_convolutions().as_text()
@@ -331,7 +344,7 @@ def step_nbytes(device, *, layouts):
         trace = jax.tree.map(lambda t, g: 0.9 * t + g, trace, gradient)
         return jax.tree.map(lambda p, t: p - 0.1 * t, params, trace), trace
 
-    params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 6, 512))
+    params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 3, 512))
     x = jax.ShapeDtypeStruct((32, 4, 4, 512), jnp.float32)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(layouts=layouts))
@@ -342,7 +355,7 @@ def step_nbytes(device, *, layouts):
 def test_where_no_layout_is_pinned_weights_are_turned_round_at_the_start():
     """Orin runs convolutions in another order than the one arrays have."""
     pinned, free = (step_nbytes("Orin", layouts=layouts) for layouts in (True, False))
-    assert free > 1.5 * pinned
+    assert free > 1.3 * pinned
 
 
 def test_what_is_pinned_is_rearranged_behind_a_call():
@@ -367,9 +380,9 @@ def work_of_transformer(device, *, layers, **options):
 
 
 @functools.cache
-def usual_work(device=HERE, **options):
-    """Returns the work of a GPT-2's gradient of two layers, as users have it."""
-    return work_of_transformer(device, layers=2, **options)
+def usual_work(device=HERE, *, layers=1, **options):
+    """Returns the work of a GPT-2's gradient, as users have it."""
+    return work_of_transformer(device, layers=layers, **options)
 
 
 @_OF_TRANSFORMERS
@@ -380,7 +393,7 @@ def test_cotangents_are_made_in_the_order_in_which_products_read_them(
     """Those of queries, keys and values come out of products in another order."""
     ordered = usual_work(device)
     monkeypatch.setattr(interpreter, "row_major", lambda x: x)
-    turned = work_of_transformer(device, layers=2)
+    turned = work_of_transformer(device, layers=1)
     # As large as what the products of a layer read, written and read again.
     nbytes = 2 * 4 * 8 * 128 * 3 * 256
     assert ordered.moved_nbytes < turned.moved_nbytes - nbytes
@@ -392,7 +405,7 @@ def test_cotangents_are_made_in_the_order_in_which_products_read_them(
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_weight_that_is_converted_waits_in_the_kernel_that_converts_it(monkeypatch):
     """It is read in float32 there, and written in bfloat16, and no more."""
-    waits_inside = usual_work(dtype="bfloat16")
+    waits_inside = usual_work(layers=2, dtype="bfloat16")
     monkeypatch.setattr(ProgramPlan, "weights_as_read", ProgramPlan.whole_weights)
     waits_before = work_of_transformer(HERE, layers=2, dtype="bfloat16")
     # Of each block: read and written in float32 once more.
@@ -406,7 +419,7 @@ def test_a_weight_that_is_converted_waits_in_the_kernel_that_converts_it(monkeyp
 @_OF_TRANSFORMERS
 def test_a_weight_that_products_read_turned_waits_in_no_array_of_its_own(monkeypatch):
     """Of a tied table what waits is padded where it is read, and not copied before."""
-    waits_inside = usual_work()
+    waits_inside = usual_work(layers=2)
     monkeypatch.setattr(ProgramPlan, "weights_as_read", ProgramPlan.whole_weights)
     waits_before = work_of_transformer(HERE, layers=2)
     table_nbytes = 4 * 5000 * 256
@@ -419,7 +432,7 @@ def test_a_weight_that_products_read_turned_waits_in_no_array_of_its_own(monkeyp
 @pytest.mark.usefixtures("standard_promotion")
 def test_products_make_gradients_of_weights_in_the_dtype_of_the_weights(monkeypatch):
     """They are in float32, and were written in bfloat16 before that."""
-    in_float32 = usual_work(dtype="bfloat16")
+    in_float32 = usual_work(layers=2, dtype="bfloat16")
     left = tuple(item for item in PASSES if item.name != "gradient_epilogue")
     monkeypatch.setattr(pipeline, "PASSES", left)
     converted = work_of_transformer(HERE, layers=2, dtype="bfloat16")
@@ -434,7 +447,7 @@ def test_products_make_gradients_of_weights_in_the_dtype_of_the_weights(monkeypa
 def test_tables_are_not_copied_for_lookups(monkeypatch):
     looked_up = usual_work()
     monkeypatch.setattr(Equation, "whole_input_values", Equation.input_values)
-    copied = work_of_transformer(HERE, layers=2)
+    copied = work_of_transformer(HERE, layers=1)
     assert looked_up.kernels < copied.kernels
     # Of 5000 words: read and written.
     assert looked_up.moved_nbytes <= copied.moved_nbytes - 2 * 4 * 5000 * 256
@@ -469,6 +482,7 @@ def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):
     assert early.moved_nbytes <= late.moved_nbytes - num_norms * stream_nbytes
 
 
+@_OF_CONVOLUTIONS
 def test_measured_bits_add_little_to_a_program():
     """What they are measured by, that is: a kernel or two for each value sampled."""
     params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 3, 64))

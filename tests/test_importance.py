@@ -1,4 +1,4 @@
-"""Importance ranks residuals as the variance of the gradient does."""
+"""Importance ranks residuals by the variance that their noise adds to the gradient."""
 
 import functools
 import json
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 def test_ranks_are_those_of_the_measured_variance(model, tmp_path):
     out = tmp_path / "importance.json"
     small = ["--resnet-width", "8", "--resnet-batch", "16", "--gpt2-width", "64"]
-    small += ["--gpt2-layers", "3", "--seeds", "2"]
+    small += ["--gpt2-layers", "2", "--seeds", "2"]
     importance.main(["--models", model, *small, "--out", str(out)])
     record = json.loads(out.read_text())["models"][model]
-    assert len(record["sites"]) >= 12
+    assert len(record["sites"]) >= 10
     assert record["rank_correlation"] > 0.8
 
 
@@ -52,12 +52,12 @@ def test_of_a_product_with_independent_factors_the_variance_is_exact():
     (site,) = gradient.sites
     estimated = gradient.estimated_variances()[site.value]
     measured = gradient.measured_variance(site, seeds=4)
-    # Values are not spread evenly in their blocks: there is more noise in the middle.
+    # The estimate assumes uniform values; near the middle of a group noise is larger.
     assert 0.3 * measured < estimated < 1.2 * measured
 
 
 def test_the_gradient_of_a_scale_counts():
-    """It is a sum over rows, as that of a norm's scale; nothing else reads the code."""
+    """As in a norm, it is a sum over rows; nothing else reads the codes."""
 
     def loss(w, x, target):
         return jnp.sum((x @ w["in"]) * w["scale"] * target)
@@ -77,7 +77,7 @@ def test_the_gradient_of_a_scale_counts():
 
 
 def test_a_product_in_between_adds_up_signal_that_agrees_but_not_noise():
-    """All that the second product sums is positive, as where keys have a mean."""
+    """The second product sums positive values, as with keys that have a mean."""
 
     def loss(w, x, between, target):
         return jnp.sum(jnp.square(x @ w @ between + 3) * target)
@@ -133,8 +133,8 @@ def test_moments_of_a_sample_are_those_of_the_whole(seed, shape):
 
 
 @pytest.mark.parametrize("dimension", range(4))
-def test_samples_are_of_examples_places_and_channels(dimension):
-    # One in 8 is large: a stride of a power of two would see it always, or never.
+def test_samples_spread_over_each_dimension(dimension):
+    # One in 8 is large: a stride of a power of two would sample all of these, or none.
     x = np.zeros((64, 32, 32, 64), np.float32)
     np.moveaxis(x, dimension, 0)[::8] = 8.0
     assert float(sample_moments(jnp.asarray(x)).mean_square) == pytest.approx(
@@ -145,7 +145,7 @@ def test_samples_are_of_examples_places_and_channels(dimension):
 @pytest.mark.parametrize("token", [0, 1, 37, -1])
 @pytest.mark.parametrize("shape", [(32, 64, 128), (32, 64, 4, 32), (32, 64, 4, 64)])
 def test_samples_see_the_one_token_that_has_a_cotangent(token, shape):
-    """As in classification; the third shape is that of queries, heads and keys."""
+    """As in classification. The third shape has an axis for heads."""
     x = np.zeros(shape, np.float32)
     x[:, token] = 8.0
     assert float(sample_moments(jnp.asarray(x)).mean_square) == pytest.approx(
@@ -164,7 +164,7 @@ def test_samples_see_the_one_token_that_has_a_cotangent(token, shape):
     ],
 )
 def test_samples_see_one_token_of_many(shape, dimension):
-    """Of these arrays no samples divide into rows, or into examples, by themselves."""
+    """The number of samples does not divide into the rows or examples of these."""
     x = np.zeros(shape, np.float32)
     of_token = np.moveaxis(x, dimension, 0)
     for token in (0, 1, 100, -1):
@@ -175,7 +175,7 @@ def test_samples_see_one_token_of_many(shape, dimension):
 
 @pytest.mark.parametrize("shape", [(64, 32, 32, 64), (256, 4, 4, 512), (4, 256, 768)])
 def test_samples_divide_into_rows(shape):
-    """What is behind the end of a row would cost XLA:GPU kernels and memory."""
+    """A remainder would cost kernels and memory on XLA:GPU."""
     count = sample_elements(jnp.zeros(shape), 1 << 15, 1 << 10).size
     assert count % num_rows(count, 1 << 10) == 0
 
@@ -258,7 +258,7 @@ def test_a_large_value_in_front_of_all_others_counts_as_it_is(shape, outlier, ke
 
 
 def asked(loss, w, *rest):
-    """Returns the shapes of the values whose moments are asked for."""
+    """Returns the shapes of the values that are sampled."""
     plan = Gradient.of(loss, w, *rest).plan
     sites = [kept.value for kept in plan.kept if isinstance(kept.codec, Affine)]
     assert sites
@@ -266,8 +266,8 @@ def asked(loss, w, *rest):
     return [plan.program.avals[value].shape for value in measured]
 
 
-def test_what_is_moved_and_scaled_is_not_sampled_for_itself():
-    """Nor what has zeros round it: to sample that would write it once more."""
+def test_moved_scaled_and_padded_values_are_not_sampled_again():
+    """Their moments follow from their operand; sampling would write them once more."""
 
     def loss(w, x, *, moves):
         y = jnp.sin(x @ w["in"])
@@ -281,13 +281,13 @@ def test_what_is_moved_and_scaled_is_not_sampled_for_itself():
     x = jax.random.normal(keys[1], (512, 128))
     plain = asked(functools.partial(loss, moves=False), w, x)
     moved = asked(functools.partial(loss, moves=True), w, x)
-    # Of the slice that padding is transposed to, more is asked.
+    # The transpose of padding, a slice, is sampled.
     assert len(moved) <= len(plain) + 1
     assert (515, 133) not in moved
 
 
-def test_nothing_is_sampled_in_front_of_the_first_noise():
-    """What a loss makes of its logits costs nothing: no residual is read there."""
+def test_nothing_is_sampled_before_the_first_noise():
+    """A loss of logits reads no residual, so its values need no samples."""
 
     def loss(w, x, labels):
         logits = jnp.sin(x @ w["in"]) @ w["out"]
@@ -301,14 +301,14 @@ def test_nothing_is_sampled_in_front_of_the_first_noise():
     }
     x = jax.random.normal(keys[2], (512, 128))
     shapes = asked(loss, w, x, jnp.arange(512) % 500)
-    # The cotangent that the products read, no more.
+    # Only the cotangent that the products read.
     assert shapes.count((512, 500)) == 1
     assert not any(math.prod(shape) in (512, 1) for shape in shapes)
 
 
 @pytest.mark.parametrize("number", [-3.0, 0.25])
-def test_moments_are_those_of_all_that_is_made(number):
-    """Of copies, multiples and what has zeros round it, from what these are made of."""
+def test_moments_of_moved_scaled_and_padded_values_are_exact(number):
+    """They are computed from the moments of the operand."""
 
     def loss(w, x):
         y = jax.lax.pad(jnp.tanh(x @ w) * number, 0.0, [(1, 2, 1), (0, 5, 0)])
@@ -346,7 +346,7 @@ def test_moments_are_those_of_all_that_is_made(number):
 
 
 def test_measured_bits_take_no_more_memory_than_fixed_ones():
-    """Values that are sampled would else be kept for it, and written once more."""
+    """Else sampled values would stay live, and be written once more."""
 
     def temp(method):
         small = Shape(layers=1, width=128, heads=4, vocabulary=2000, length=128)
@@ -360,7 +360,7 @@ def test_measured_bits_take_no_more_memory_than_fixed_ones():
 
 
 def test_products_of_groups_of_rows_count(key):
-    """Their third operand, how many rows a group has, is no factor."""
+    """The third operand, the number of rows in each group, is no factor."""
 
     def loss(w, x, sizes):
         y = jnp.sin(jax.lax.ragged_dot(x, w["in"], sizes))

@@ -32,8 +32,8 @@ from tests.helpers import (
 )
 
 
-# 16 blocks whose activations have 1 MiB each.
-DEPTH, BATCH, CHANNELS = 16, 32, 32
+# 8 blocks whose activations have 1 MiB each.
+DEPTH, BATCH, CHANNELS = 8, 32, 32
 MIB = 2**20
 
 
@@ -60,20 +60,22 @@ def wrapped_nbytes(scheduler=DEFAULT, depth=DEPTH):
     return gradient_nbytes(loss, *example(depth), scheduler=scheduler)
 
 
-@pytest.mark.parametrize("scheduler", [DEFAULT, MEMORY_OPTIMIZED])
-def test_the_whole_loss_wrapped_needs_a_fifth(scheduler):
-    assert wrapped_nbytes(scheduler) < 0.2 * plain_nbytes(scheduler)
+@pytest.mark.parametrize(
+    ("scheduler", "most"), [(DEFAULT, 0.2), (MEMORY_OPTIMIZED, 0.28)]
+)
+def test_the_whole_loss_wrapped_needs_a_fraction(scheduler, most):
+    assert wrapped_nbytes(scheduler) < most * plain_nbytes(scheduler)
 
 
 @pytest.mark.parametrize("scheduler", [slow(DEFAULT), MEMORY_OPTIMIZED])
-def test_every_block_wrapped_needs_a_quarter(scheduler):
+def test_every_block_wrapped_needs_a_fraction(scheduler):
     wrap_block = functools.partial(dafjax.remat_compress, activation_argnums=1)
     got = gradient_nbytes(
         functools.partial(networks.conv_loss, wrap_block=wrap_block),
         *example(),
         scheduler=scheduler,
     )
-    assert got < 0.25 * plain_nbytes(scheduler)
+    assert got < 0.3 * plain_nbytes(scheduler)
 
 
 def test_a_scan_over_wrapped_blocks_needs_a_fifth():
@@ -97,7 +99,7 @@ def test_a_scan_over_wrapped_blocks_needs_a_fifth():
 @pytest.mark.parametrize(
     ("scheduler", "least"),
     # With fewer layers the peak of the other scheduler is elsewhere.
-    [(DEFAULT, DEPTH), slow(MEMORY_OPTIMIZED, 2 * DEPTH)],
+    [(DEFAULT, DEPTH), slow(MEMORY_OPTIMIZED, 4 * DEPTH)],
 )
 def test_a_further_layer_adds_what_the_plan_says(scheduler, least):
     """More layers add the bytes of the plan, and little else."""
@@ -366,7 +368,7 @@ def dropout_loss(params, x, key):
 
 
 def test_without_a_dependency_random_bits_of_all_layers_wait(monkeypatch):
-    params = jax.eval_shape(lambda: networks.mlp_params(jax.random.key(0), (128,) * 13))
+    params = jax.eval_shape(lambda: networks.mlp_params(jax.random.key(0), (128,) * 9))
     x = jax.ShapeDtypeStruct((1024, 128), jnp.float32)
     arguments = params, x, jax.eval_shape(lambda: jax.random.key(0))
     plain = gradient_nbytes(dropout_loss, *arguments)

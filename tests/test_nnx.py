@@ -279,7 +279,7 @@ class TestActivations:
 
 @pytest.mark.parametrize("make", [Stack, slow(Scanned)])
 def test_a_stack_of_blocks_needs_less_memory(make):
-    graphdef, state = nnx.split(make(128, depth=12))
+    graphdef, state = nnx.split(make(128, depth=6))
     x = jnp.ones((1024, 128))
 
     def nbytes(wrap):

@@ -489,9 +489,9 @@ def test_wrong_options_are_refused(options, message):
         PagePool(**options)
 
 
-# Each in a process of its own: a mistake here ends the process.
+# In a process of its own: a mistake here ends the process.
 COPY = """
-import copy, pickle, sys
+import copy, pickle
 import jax
 import dafjax
 from dafjax._native import make_ledger
@@ -502,27 +502,24 @@ owners = {
     "ledger": make_ledger("copied", [1, 2]),
     "step": dafjax.adaptive_jit(lambda x: x),
 }
-owner = owners[sys.argv[1]]
-ways = {f"protocol {n}": lambda n=n: pickle.dumps(owner, n)
+ways = {f"protocol {n}": lambda owner, n=n: pickle.dumps(owner, n)
         for n in range(pickle.HIGHEST_PROTOCOL + 1)}
-ways |= {"copy": lambda: copy.copy(owner), "deepcopy": lambda: copy.deepcopy([owner])}
-ways |= {"reduce": lambda: owner.__reduce__()}
-for way, attempt in ways.items():
-    try:
-        print(way, "made", attempt())
-    except TypeError as error:
-        if "cannot be copied or pickled" not in str(error):
-            print(way, "said", error)
-print("refused", len(ways))
+ways |= {"copy": copy.copy, "deepcopy": lambda owner: copy.deepcopy([owner])}
+ways |= {"reduce": lambda owner: owner.__reduce__()}
+for name, owner in owners.items():
+    for way, attempt in ways.items():
+        try:
+            print(name, way, "made", attempt(owner))
+        except TypeError as error:
+            if "cannot be copied or pickled" not in str(error):
+                print(name, way, "said", error)
+print("refused")
 """
 
 
-@pytest.mark.parametrize("owner", ["PagePool", "native pool", "ledger", "step"])
-def test_what_owns_native_state_is_not_copied(owner):
-    # Five protocols and more.
-    stdout, stderr, status = _python(COPY, owner)
-    assert (stderr, status) == ("", 0)
-    assert re.fullmatch(r"refused \d+", stdout)
+def test_owners_of_native_state_are_not_copied():
+    stdout, stderr, status = _python(COPY)
+    assert (stdout, stderr, status) == ("refused", "", 0)
 
 
 def test_a_pool_works_on_after_a_copy_was_refused():

@@ -1,56 +1,24 @@
 """The page pool's own tests, with sanitizers; and bugs that they must find."""
 
-import os
-import pathlib
 import shutil
-import subprocess
 
 import pytest
 
 from tests.helpers import slow
+from tests.native_build import POOL, SOURCES, Build, run, shared_folder
 
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-TEST = ROOT / "tests" / "cpp" / "pool_test.cc"
-SOURCES = ROOT / "xla_ffi"
-
-
-def _build(target, *flags, sources=SOURCES):
-    command = [
-        os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wall", "-Wextra",
-        "-Werror", f"-I{sources}", *flags, TEST, *sorted(sources.glob("pool/*.cc")),
-        "-o", target, "-pthread",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return target
-
-
-def _run(program, *arguments):
-    return subprocess.run(
-        [program, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-
-
-SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [pytest.param((), id="plain"), slow(SANITIZED, id="sanitized")],
-)
-def test_the_pool_keeps_its_promises(tmp_path, flags):
-    done = _run(_build(tmp_path / "pool_test", *flags))
+@pytest.mark.parametrize("sanitizer", ["none", slow("address")])
+def test_the_pool_keeps_its_promises(tmp_path_factory, sanitizer):
+    folder = shared_folder(tmp_path_factory, f"native-{sanitizer}")
+    done = run(Build(folder, sanitizer).program("pool_test", POOL), timeout=600)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_threads_share_a_pool_without_races(tmp_path):
-    done = _run(_build(tmp_path / "pool_test", "-fsanitize=thread"), "threads")
+def test_threads_share_a_pool_without_races(tmp_path_factory):
+    folder = shared_folder(tmp_path_factory, "native-thread")
+    done = run(Build(folder, "thread").program("pool_test", POOL), "threads")
     assert done.returncode == 0, done.stderr
 
 
@@ -164,4 +132,5 @@ def test_a_planted_bug_is_found(bug, tmp_path):
     text = path.read_text()
     assert text.count(there) == 1
     path.write_text(text.replace(there, instead))
-    assert _run(_build(tmp_path / "pool_test", sources=tmp_path)).returncode != 0
+    build = Build(tmp_path, sources=tmp_path)
+    assert run(build.program("pool_test", POOL), timeout=600).returncode != 0

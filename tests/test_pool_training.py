@@ -627,11 +627,9 @@ class TestLifetimes:
             ):
                 jax.block_until_ready(pullback(jnp.ones_like(y)))
 
-    @pytest.mark.parametrize(("depth", "in_flight"), [(2, 1), (2, 4)])
-    def test_eager_blocks_give_right_numbers_or_the_error(
-        self, key, request, depth, in_flight, stochastic
-    ):
-        p, x = networks.conv_example(key, depth=depth)
+    def test_eager_blocks_give_the_numbers_of_arrays(self, key, request, stochastic):
+        """Each block is an execution: none may be over before its backward pass."""
+        p, x = networks.conv_example(key, depth=2)
 
         def gradient(store):
             wrap = functools.partial(
@@ -640,15 +638,10 @@ class TestLifetimes:
             loss = functools.partial(networks.conv_loss, wrap_block=wrap)
             return jax.grad(loss)(p, x)
 
-        with PagePool(name=request.node.name, executions_in_flight=in_flight) as pool:
+        want = gradient(Arrays())
+        with PagePool(name=request.node.name, executions_in_flight=2) as pool:
             for _ in range(3):
-                try:
-                    got = jax.block_until_ready(gradient(pool))
-                except jax.errors.JaxRuntimeError as error:
-                    if in_flight >= depth or "is gone" not in str(error):
-                        raise
-                else:
-                    _assert_same(got, gradient(Arrays()))
+                _assert_same(jax.block_until_ready(gradient(pool)), want)
 
     def test_a_pool_that_does_not_exist_any_more(self, key, request):
         _, x = _example(key)

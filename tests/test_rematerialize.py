@@ -119,12 +119,12 @@ def test_no_segment_starts_from_a_reduction(monkeypatch, key):
     want = jax.jit(jax.grad(classifier_loss))(p, x)["head"]
 
     def error():
-        gradient = jax.jit(jax.grad(rematerialized(classifier_loss)))
-        return relative_error(gradient(p, x)["head"], want)
+        # A function of its own has no trace yet.
+        loss = rematerialized(lambda p, x: classifier_loss(p, x))
+        return relative_error(jax.jit(jax.grad(loss))(p, x)["head"], want)
 
     assert error() < 1e-5
     monkeypatch.setattr(OpRule, "is_reduction", lambda *_: False)
-    jax.clear_caches()
     assert error() > 0.1
 
 
@@ -235,7 +235,7 @@ def rematerialized_nbytes(depth, scheduler=DEFAULT):
 
 
 schedulers_and_depths = pytest.mark.parametrize(
-    ("scheduler", "depth"), [(DEFAULT, 16), slow(MEMORY_OPTIMIZED, 32)]
+    ("scheduler", "depth"), [(DEFAULT, 12), slow(MEMORY_OPTIMIZED, 32)]
 )
 
 
@@ -261,9 +261,9 @@ def test_four_times_the_layers_take_twice_what_waits(scheduler, depth):
 
 
 def test_without_a_cotangent_to_wait_for_everything_is_run_again_at_once(monkeypatch):
-    tied = rematerialized_nbytes(16)
+    tied = rematerialized_nbytes(12)
     monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(cotangent=False))
-    assert rematerialized_nbytes.__wrapped__(16) > 1.5 * tied
+    assert rematerialized_nbytes.__wrapped__(12) > 1.5 * tied
 
 
 def test_zeros_for_gradients_of_lookups_are_made_late(monkeypatch):

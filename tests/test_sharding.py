@@ -368,7 +368,9 @@ def test_a_device_may_have_a_single_example() -> None:
 def _environment(num_devices: int) -> dict[str, str]:
     return {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        # The last of two equal options counts.
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} "
+        f"--xla_force_host_platform_device_count={num_devices}",
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     }

@@ -111,7 +111,6 @@ def test_all_of_them_cost_a_32nd_at_most(rematerialize, key, monkeypatch):
 
     with_spare = nbytes()
     monkeypatch.setattr(planner, "with_spare_bits", lambda bits, sizes, beside: bits)
-    jax.clear_caches()
     assert 1 < with_spare / nbytes() < 33 / 32
 
 
@@ -165,10 +164,10 @@ def test_the_gradient_of_an_adapter_has_less_noise(monkeypatch, key):
     want = jax.jit(jax.grad(adapted_loss))(p, x)["b"]
 
     def error():
-        gradient = jax.jit(jax.grad(dafjax.remat_compress(adapted_loss)))
-        return relative_error(gradient(p, x)["b"], want)
+        # A function of its own has no trace yet.
+        loss = dafjax.remat_compress(lambda p, x: adapted_loss(p, x))
+        return relative_error(jax.jit(jax.grad(loss))(p, x)["b"], want)
 
     with_spare = error()
     monkeypatch.setattr(planner, "with_spare_bits", lambda bits, sizes, beside: bits)
-    jax.clear_caches()
     assert error() > 1.3 * with_spare

@@ -1,10 +1,10 @@
-"""Custom calls on a GPU against those of the CPU: bytes of codes, values, results.
+"""Compares custom calls on a GPU with those on the CPU, byte for byte.
 
-And what XLA makes there of the decoder that it may fuse with what reads the values;
-what page pools give back, whoever packs; and whether what programs note of importances
-arrives. Cases are compiled several at a time.
+It compares codes, decoded values and reductions; the decoder that XLA fuses into its
+consumers; and the values that page pools return, whichever device packs them. It also
+checks that notes of importances arrive. Several cases are compiled at a time.
 
-Where there is no GPU, `jax.numpy` stands in for it, so that a difference would show.
+Without a GPU, `jax.numpy` stands in for it, so that a difference still shows.
 
 Examples:
     python -m benchmarks.on_gpu.same_bytes
@@ -57,14 +57,14 @@ _SEED = 7
 @final
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is computed twice.
+    """A computation on both devices.
 
     Attributes:
-        name: What a report calls it.
-        on_cpu: What must come out, computed on the CPU.
-        on_gpu: What is compared with that, computed on the GPU.
-        stand_in: The same without custom calls for a GPU, computed where there is none.
-        operands: What goes in.
+        name: Its name in the report.
+        on_cpu: Computes the expected result on the CPU.
+        on_gpu: Computes the result on the GPU.
+        stand_in: `on_gpu` without custom calls, for machines without a GPU.
+        operands: The arguments of all three.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Case:
 
 
 class DifferentBytesError(Exception):
-    """A custom call gives other bytes on the GPU than on the CPU."""
+    """A custom call returns other bytes on the GPU than on the CPU."""
 
 
 class NoCustomCallsError(Exception):
-    """There are no custom calls for the GPU that there is."""
+    """The machine has a GPU, but dafjax has no custom calls for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Options:
     """Options of the command line."""
 
     every: int = 1
-    """Only every so manieth case."""
+    """Compares only every n-th case."""
     out: pathlib.Path = RESULTS / "gpu_same_bytes.json"
     """The file to write."""
 
@@ -104,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = jax.devices()[0]
     if device.platform == "gpu" and not _cuda.register():
         raise NoCustomCallsError(
-            "dafjax was built without CUDA: it is `jax.numpy` on this GPU, and nothing "
-            "is there to compare. `python -m dafjax doctor` tells how to build it."
+            "dafjax was built without CUDA, so this GPU runs `jax.numpy`: there is "
+            "nothing to compare. `python -m dafjax doctor` tells how to build it."
         )
     compared = list(itertools.islice(cases(), 0, None, options.every))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all that is compared, affine codes first."""
+    """Yields all cases, affine codes first."""
     grid = itertools.product(
         ("float32", "bfloat16", "float16"),
         (1, 2, 3, 4, 8),
@@ -168,7 +168,7 @@ def cases() -> Iterator[Case]:
         ("float32", "bfloat16", "float16"), (0, 63, 9000, 600_001)
     ):
         for strategy in ("parallel", "atomic", "hybrid"):
-            # As float32: XLA:GPU converts NaN to another one than XLA:CPU.
+            # Results are float32: XLA:GPU converts NaN to other bits than XLA:CPU.
             extremes = functools.partial(minmax, strategy=strategy)
             yield Case(
                 f"minmax {dtype} {size} {strategy}",
@@ -200,7 +200,7 @@ def _cases_of_pools() -> Iterator[Case]:
 
 
 def values(size: int, dtype: str) -> jax.Array:
-    """Returns rows `[7, size]` of kinds that kernels treat differently."""
+    """Returns rows `[7, size]`; kernels treat each row differently."""
     rng = np.random.default_rng(size)
     rows = rng.standard_normal((7, size)).astype(np.float32)
     rows[1] *= 1e-30
@@ -208,7 +208,7 @@ def values(size: int, dtype: str) -> jax.Array:
     rows[3] = np.where(rng.random(size) < 0.01, np.nan, rows[3])
     rows[4] = np.where(rng.random(size) < 0.01, np.inf, np.maximum(rows[4], 0))
     rows[5] = np.where(rng.random(size) < 0.5, -0.0, 1e-40)
-    # Halves of these are subnormal.
+    # Half of this number is subnormal.
     rows[6] = 1.3e-38
     return jnp.asarray(rows).astype(dtype)
 
@@ -224,7 +224,7 @@ def _plain_round_trip(x: jax.Array, seed: jax.Array, *, format: Format) -> Array
     packed = reference.pack_affine(x, seed, format=format)
     size, dtype = x.shape[-1], x.dtype
     unpacked = reference.unpack_affine(*packed, size=size, dtype=dtype, format=format)
-    # XLA:CPU flushes subnormals, which the decoder for GPUs has.
+    # The fused decoder would differ: XLA:CPU flushes its subnormal values.
     return packed, unpacked, unpacked
 
 
@@ -261,7 +261,7 @@ def _plain_minmax(x: jax.Array) -> ArrayTree:
 
 
 def notes_arrive(device: jax.Device) -> bool:
-    """Returns whether a ledger has all that a device has noted, once that is done."""
+    """Returns whether a ledger receives all notes of a device."""
     ledger = make_ledger(_NOTES, (1, 2))
     note = jax.jit(
         functools.partial(
@@ -272,7 +272,7 @@ def notes_arrive(device: jax.Device) -> bool:
         jax.device_put(jnp.full((count, 3), number, jnp.float32), device)
         for number, count in ((1, 1), (2, 900), (1, 30))
     ]
-    # None is waited for before the next.
+    # All notes are in flight at once.
     jax.block_until_ready([note(some) for _ in range(9) for some in rows])
     taken = ledger.take()
     sums = (*taken["importances"].values(), taken["gradient_energy"])

@@ -4,7 +4,7 @@ Each module has functions that return a `Network`; `NETWORKS` lists them by name
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from benchmarks.zoo import (
     convolutional,
@@ -20,11 +20,11 @@ from benchmarks.zoo import (
     transformers,
     vision,
 )
-from benchmarks.zoo.network import Network as Network
+from benchmarks.zoo.network import Network as Network, Networks
 from benchmarks.zoo.scaled import SCALED as SCALED
 
 
-_ALL: Mapping[str, Callable[[], Network]] = {
+_ALL: Networks = {
     **convolutional.NETWORKS,
     **transformers.NETWORKS,
     **recurrent.NETWORKS,
@@ -44,6 +44,4 @@ MISSING: Mapping[str, str] = {
     for name, package in libraries.NEEDS.items()
     if importlib.util.find_spec(package) is None
 }
-NETWORKS: Mapping[str, Callable[[], Network]] = {
-    name: make for name, make in _ALL.items() if name not in MISSING
-}
+NETWORKS: Networks = {name: make for name, make in _ALL.items() if name not in MISSING}

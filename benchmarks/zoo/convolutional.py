@@ -1,26 +1,21 @@
 """Convolutional networks, with each of the norms."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo.network import Network, applied, block, classifier, normal
+from benchmarks.zoo.draws import normal
+from benchmarks.zoo.network import Network, Networks, applied, classifier
+from benchmarks.zoo.parts import batch_norm, block, conv_norm, mean_square
 
 
-def _batch_norm() -> nn.Module:
-    return nn.BatchNorm(use_running_average=False)
-
-
-def _separable(x: jax.Array, channels: int, stride: int) -> jax.Array:
-    """A depthwise and a pointwise convolution, each with batch norm and ReLU."""
-    width = x.shape[-1]
-    x = nn.Conv(width, (3, 3), stride, feature_group_count=width, use_bias=False)(x)
-    x = nn.relu(_batch_norm()(x))
-    x = nn.Conv(channels, (1, 1), use_bias=False)(x)
-    return nn.relu(_batch_norm()(x))
+def _depthwise(x: jax.Array, stride: int) -> jax.Array:
+    """A convolution of each channel by itself, then a batch norm."""
+    channels = x.shape[-1]
+    return conv_norm(x, channels, (3, 3), stride, feature_group_count=channels)
 
 
 class MobileNet(nn.Module):
@@ -32,10 +27,10 @@ class MobileNet(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         layers = [(64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2)]
         layers += [(512, 1)] * 5 + [(1024, 2), (1024, 1)]
-        x = nn.Conv(int(32 * self.width), (3, 3), 2, use_bias=False)(x)
-        x = nn.relu(_batch_norm()(x))
+        x = nn.relu(conv_norm(x, int(32 * self.width), (3, 3), 2))
         for channels, stride in layers:
-            x = _separable(x, int(channels * self.width), stride)
+            x = nn.relu(_depthwise(x, stride))
+            x = nn.relu(conv_norm(x, int(channels * self.width), (1, 1)))
         return nn.Dense(10)(jnp.mean(x, (1, 2)))
 
 
@@ -44,20 +39,18 @@ class EfficientNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.silu(_batch_norm()(nn.Conv(16, (3, 3), use_bias=False)(x)))
+        x = nn.silu(conv_norm(x, 16, (3, 3)))
         for channels, stride in [(16, 1), (24, 2), (24, 1), (40, 2), (40, 1)]:
             x = self._block(x, channels, stride)
         return nn.Dense(10)(jnp.mean(x, (1, 2)))
 
     def _block(self, x: jax.Array, channels: int, stride: int) -> jax.Array:
         width = 4 * x.shape[-1]
-        y = nn.silu(_batch_norm()(nn.Conv(width, (1, 1), use_bias=False)(x)))
-        y = nn.Conv(width, (3, 3), stride, feature_group_count=width, use_bias=False)(y)
-        y = nn.silu(_batch_norm()(y))
+        y = nn.silu(_depthwise(nn.silu(conv_norm(x, width, (1, 1))), stride))
         squeezed = jnp.mean(y, (1, 2), keepdims=True)
         squeezed = nn.silu(nn.Conv(x.shape[-1] // 4, (1, 1))(squeezed))
         y = y * nn.sigmoid(nn.Conv(width, (1, 1))(squeezed))
-        y = _batch_norm()(nn.Conv(channels, (1, 1), use_bias=False)(y))
+        y = conv_norm(y, channels, (1, 1))
         return x + y if x.shape == y.shape else y
 
 
@@ -124,7 +117,7 @@ def _unet() -> Network:
     params = jax.jit(module.init)(jax.random.key(0), x)["params"]
 
     def loss(params: Any, x: jax.Array, noise: jax.Array) -> jax.Array:
-        return jnp.mean((applied(module, params, x) - noise) ** 2)
+        return mean_square(applied(module, params, x), noise)
 
     return Network(loss, params, (x, normal(3, *x.shape)))
 
@@ -133,23 +126,15 @@ def _images(size: int, batch: int = 16) -> jax.Array:
     return normal(2, batch, size, size, 3)
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
-    "mobilenet": lambda: classifier(MobileNet(), _images(64), per_token=False),
-    "efficientnet": lambda: classifier(EfficientNet(), _images(32), per_token=False),
-    "convnext": lambda: classifier(ConvNeXt(), _images(64), per_token=False),
-    "batch_norm_32": lambda: classifier(
-        ResidualNet(_batch_norm), _images(16), per_token=False
-    ),
-    "batch_norm_few": lambda: classifier(
-        ResidualNet(_batch_norm), _images(16, batch=2), per_token=False
-    ),
+NETWORKS: Networks = {
+    "mobilenet": lambda: classifier(MobileNet(), _images(64)),
+    "efficientnet": lambda: classifier(EfficientNet(), _images(32)),
+    "convnext": lambda: classifier(ConvNeXt(), _images(64)),
+    "batch_norm_32": lambda: classifier(ResidualNet(batch_norm), _images(16)),
+    "batch_norm_few": lambda: classifier(ResidualNet(batch_norm), _images(16, batch=2)),
     "group_norm_64": lambda: classifier(
-        ResidualNet(lambda: nn.GroupNorm(8), channels=64),
-        _images(16),
-        per_token=False,
+        ResidualNet(lambda: nn.GroupNorm(8), channels=64), _images(16)
     ),
-    "instance_norm_32": lambda: classifier(
-        ResidualNet(nn.InstanceNorm), _images(16), per_token=False
-    ),
+    "instance_norm_32": lambda: classifier(ResidualNet(nn.InstanceNorm), _images(16)),
     "unet": _unet,
 }

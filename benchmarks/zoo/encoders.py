@@ -1,6 +1,5 @@
 """Transformers with an encoder: T5 and BERT."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -8,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.zoo.draws import classes
 from benchmarks.zoo.network import (
     Network,
+    Networks,
     applied,
-    block,
-    classes,
-    cross_entropy,
     initial,
+    of_module,
     trained,
 )
+from benchmarks.zoo.parts import block, cross_entropy
 
 
 _VOCABULARY = 128
@@ -118,27 +118,24 @@ def _bert() -> Network:
     is_masked = jax.random.bernoulli(jax.random.key(5), 0.15, tokens.shape) & is_real
     key = jax.random.key(6)
 
-    def loss_of(module: Bert) -> Callable[..., jax.Array]:
-        def loss(
-            params: Any,
-            tokens: Any,
-            labels: Any,
-            is_real: Any,
-            is_masked: Any,
-            key: Any,
-        ) -> jax.Array:
-            logits = applied(module, params, tokens, is_real, rngs={"dropout": key})
-            chosen = jnp.take_along_axis(nn.log_softmax(logits), labels[..., None], -1)
-            return -jnp.sum(chosen[..., 0] * is_masked) / jnp.sum(is_masked)
-
-        return loss
+    def loss(
+        module: nn.Module,
+        params: Any,
+        tokens: Any,
+        labels: Any,
+        is_real: Any,
+        is_masked: Any,
+        key: Any,
+    ) -> jax.Array:
+        logits = applied(module, params, tokens, is_real, rngs={"dropout": key})
+        chosen = jnp.take_along_axis(nn.log_softmax(logits), labels[..., None], -1)
+        return -jnp.sum(chosen[..., 0] * is_masked) / jnp.sum(is_masked)
 
     params = initial(Bert(), tokens, is_real)
-    batch = (tokens, labels, is_real, is_masked, key)
-    return Network(loss_of(Bert()), params, batch, loss_of(Bert(remat=True)))
+    return of_module(Bert(), loss, params, tokens, labels, is_real, is_masked, key)
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
+NETWORKS: Networks = {
     "t5": lambda: trained(
         T5(),
         cross_entropy,

@@ -1,6 +1,6 @@
 """Networks that make images: a VAE, a denoiser for diffusion and a GAN's critic."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.zoo.network import Network, applied, block, initial, normal
+from benchmarks.zoo.draws import normal
+from benchmarks.zoo.network import Network, Networks, applied, initial, of_module
+from benchmarks.zoo.parts import block, mean_square, sinusoids
 
 
 class VAE(nn.Module):
@@ -40,13 +42,6 @@ def _vae() -> Network:
     return Network(loss, initial(module, x, key), (x, key))
 
 
-def _embedded(time: jax.Array, width: int) -> jax.Array:
-    """Returns sines and cosines of times in [0, 1], `[batch, width]`."""
-    rates = 1000 ** jnp.linspace(0, 1, width // 2)
-    angles = time[:, None] * rates
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-
-
 class Denoiser(nn.Module):
     """A U-Net with a time embedding and attention (Ho et al., 2020)."""
 
@@ -57,7 +52,8 @@ class Denoiser(nn.Module):
     def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
         residual = block(Denoiser._residual, self.remat)
         attend = block(Denoiser._attend, self.remat)
-        t = nn.Dense(4 * self.width)(_embedded(time, self.width))
+        rates = 1000 ** jnp.linspace(0, 1, self.width // 2)
+        t = nn.Dense(4 * self.width)(sinusoids(time, rates))
         t = nn.silu(nn.Dense(4 * self.width)(nn.silu(t)))
         x = nn.Conv(self.width, (3, 3))(x)
         skips = []
@@ -98,18 +94,15 @@ def _diffusion() -> Network:
     x, key = normal(2, 8, 32, 32, 3), jax.random.key(3)
     params = initial(Denoiser(), x, jnp.zeros(len(x)))
 
-    def loss_of(module: Denoiser) -> Callable[..., jax.Array]:
-        def loss(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
-            for_time, for_noise = jax.random.split(key)
-            time = jax.random.uniform(for_time, (len(x),))
-            noise = jax.random.normal(for_noise, x.shape)
-            angle = (0.5 * jnp.pi * time)[:, None, None, None]
-            noisy = jnp.cos(angle) * x + jnp.sin(angle) * noise
-            return jnp.mean((applied(module, params, noisy, time) - noise) ** 2)
+    def loss(module: nn.Module, params: Any, x: jax.Array, key: Any) -> jax.Array:
+        for_time, for_noise = jax.random.split(key)
+        time = jax.random.uniform(for_time, (len(x),))
+        noise = jax.random.normal(for_noise, x.shape)
+        angle = (0.5 * jnp.pi * time)[:, None, None, None]
+        noisy = jnp.cos(angle) * x + jnp.sin(angle) * noise
+        return mean_square(applied(module, params, noisy, time), noise)
 
-        return loss
-
-    return Network(loss_of(Denoiser()), params, (x, key), loss_of(Denoiser(remat=True)))
+    return of_module(Denoiser(), loss, params, x, key)
 
 
 class Critic(nn.Module):
@@ -139,7 +132,7 @@ def _gradient_penalty() -> Network:
     return Network(loss, initial(module, real), (real, fake, key))
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
+NETWORKS: Networks = {
     "vae": _vae,
     "diffusion": _diffusion,
     "gradient_penalty": _gradient_penalty,

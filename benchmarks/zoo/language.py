@@ -1,6 +1,6 @@
 """Language models as they are trained today."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -8,15 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.zoo.network import (
-    Network,
-    block,
-    classes,
-    classifier,
-    cross_entropy,
-    normal,
-    weights,
-)
+from benchmarks.zoo.draws import classes, normal, weights
+from benchmarks.zoo.network import Network, Networks, classifier, language_model
+from benchmarks.zoo.parts import block, cross_entropy
 
 
 _VOCABULARY = 128
@@ -166,15 +160,10 @@ def _llama_lora() -> Network:
     return Network(loss_of(layer), adapters, batch, loss_of(jax.checkpoint(layer)))
 
 
-def _qwen(**options: Any) -> Network:
-    tokens = classes(2, _VOCABULARY, 8, 64)
-    return classifier(Qwen(**options), tokens, num_classes=_VOCABULARY, per_token=True)
-
-
-NETWORKS: Mapping[str, Callable[[], Network]] = {
-    "qwen": lambda: _qwen(),
-    "qwen_float32": lambda: _qwen(dtype=jnp.float32),
-    "qwen_scan": lambda: _qwen(scans=True),
+NETWORKS: Networks = {
+    "qwen": lambda: language_model(Qwen(), _VOCABULARY),
+    "qwen_float32": lambda: language_model(Qwen(dtype=jnp.float32), _VOCABULARY),
+    "qwen_scan": lambda: language_model(Qwen(scans=True), _VOCABULARY),
     "llama_lora": _llama_lora,
-    "geglu": lambda: classifier(GEGLU(), normal(2, 1024, 128), per_token=False),
+    "geglu": lambda: classifier(GEGLU(), normal(2, 1024, 128)),
 }

@@ -1,6 +1,5 @@
 """Losses of reinforcement learning and of learning to learn."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -8,14 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.zoo.network import (
-    Network,
-    applied,
-    classes,
-    cross_entropy,
-    initial,
-    normal,
-)
+from benchmarks.zoo.draws import classes, normal
+from benchmarks.zoo.network import Network, Networks, applied, initial
+from benchmarks.zoo.parts import cross_entropy
 
 
 class ActorCritic(nn.Module):
@@ -170,7 +164,7 @@ def _sac() -> Network:
     return Network(loss, params, (targets, state, action, reward, following, key))
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
+NETWORKS: Networks = {
     "ppo": _ppo,
     "sac": _sac,
     "maml": _maml,

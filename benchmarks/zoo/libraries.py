@@ -7,13 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.zoo.network import (
-    Network,
-    classes,
-    cross_entropy,
-    normal,
-    perturbed,
-)
+from benchmarks.zoo.draws import classes, normal
+from benchmarks.zoo.network import Network, Networks, perturbed
+from benchmarks.zoo.parts import cross_entropy
 
 
 def _equinox_mixer() -> Network:
@@ -111,7 +107,7 @@ def _nnx_decoder() -> Network:
     return Network(loss_of(False), perturbed(params), batch, loss_of(True))
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
+NETWORKS: Networks = {
     "equinox_mixer": _equinox_mixer,
     "nnx_decoder": _nnx_decoder,
 }

@@ -1,14 +1,16 @@
 """A network of the zoo: a loss, parameters and a batch."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
+
+from benchmarks.zoo.draws import classes, normal
+from benchmarks.zoo.parts import cross_entropy
 
 
 ArrayTree = Any
@@ -32,19 +34,7 @@ class Network:
     blocks: Callable[..., jax.Array] | None = None
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    """Draws numbers of mean 0 and variance 1."""
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-def weights(seed: int, *shape: int) -> jax.Array:
-    """Draws a matrix that keeps the variance of its input, `[..., in, out]`."""
-    return normal(seed, *shape) / shape[-2] ** 0.5
-
-
-def classes(seed: int, num_classes: int, *shape: int) -> jax.Array:
-    """Draws labels."""
-    return jax.random.randint(jax.random.key(seed), shape, 0, num_classes)
+Networks = Mapping[str, Callable[[], Network]]
 
 
 def trained(
@@ -53,7 +43,7 @@ def trained(
     inputs: Sequence[Any],
     targets: Sequence[Any] = (),
 ) -> Network:
-    """Makes a network of a Linen module and an objective of what it returns.
+    """Makes a network of a Linen module and an objective of its outputs.
 
     A module with an attribute `remat` has blocks.
 
@@ -61,31 +51,42 @@ def trained(
         module: The module, with no argument but its inputs.
         objective: `objective(outputs, *targets)`, a scalar.
         inputs: The inputs.
-        targets: What else the objective needs.
+        targets: The other arguments of the objective.
     """
     variables = jax.jit(module.init)(jax.random.key(0), *inputs)
     rest = {name: v for name, v in variables.items() if name != "params"}
 
-    def loss_of(module: nn.Module) -> Callable[..., jax.Array]:
-        def loss(params: ArrayTree, *batch: Any) -> jax.Array:
-            inputs_, targets_ = batch[: len(inputs)], batch[len(inputs) :]
-            variables = {"params": params, **rest}
-            outputs, _ = module.apply(variables, *inputs_, mutable=list(rest))
-            return objective(outputs, *targets_)
+    def loss(module: nn.Module, params: ArrayTree, *batch: Any) -> jax.Array:
+        inputs_, targets_ = batch[: len(inputs)], batch[len(inputs) :]
+        variables = {"params": params, **rest}
+        outputs, _ = module.apply(variables, *inputs_, mutable=list(rest))
+        return objective(outputs, *targets_)
 
-        return loss
+    return of_module(module, loss, perturbed(variables["params"]), *inputs, *targets)
 
-    has_blocks = hasattr(module, "remat")
-    return Network(
-        loss_of(module),
-        perturbed(variables["params"]),
-        (*inputs, *targets),
-        loss_of(module.clone(remat=True)) if has_blocks else None,
-    )
+
+def of_module(
+    module: nn.Module,
+    loss: Callable[..., jax.Array],
+    params: ArrayTree,
+    *batch: Any,
+) -> Network:
+    """Makes a network of `loss(module, params, *batch)`.
+
+    A module with an attribute `remat` has blocks.
+    """
+    blocks = None
+    if hasattr(module, "remat"):
+        blocks = functools.partial(loss, module.clone(remat=True))
+    return Network(functools.partial(loss, module), params, batch, blocks)
 
 
 def classifier(
-    module: nn.Module, inputs: jax.Array, *, num_classes: int = 10, per_token: bool
+    module: nn.Module,
+    inputs: jax.Array,
+    *,
+    num_classes: int = 10,
+    per_token: bool = False,
 ) -> Network:
     """Makes a network of a Linen module that returns logits.
 
@@ -99,25 +100,20 @@ def classifier(
     return trained(module, cross_entropy, [inputs], [classes(1, num_classes, *shape)])
 
 
+def language_model(module: nn.Module, vocabulary: int, length: int = 64) -> Network:
+    """Makes a network of a Linen module that returns logits for each token."""
+    tokens = classes(2, vocabulary, 8, length)
+    return classifier(module, tokens, num_classes=vocabulary, per_token=True)
+
+
 def initial(module: nn.Module, *inputs: Any) -> ArrayTree:
-    """Returns parameters of a Linen module, of which constants are moved."""
+    """Returns the parameters of a Linen module, with constants moved."""
     return perturbed(jax.jit(module.init)(jax.random.key(0), *inputs)["params"])
 
 
 def applied(module: nn.Module, params: ArrayTree, *inputs: Any, **options: Any) -> Any:
     """Applies a Linen module that has parameters alone."""
     return module.apply({"params": params}, *inputs, **options)
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns the mean over all labels."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.mean(losses)
-
-
-def block(function: Callable[..., Any], remat: bool) -> Callable[..., Any]:
-    """Wraps a block, a function of a module and arrays, if `remat` says so."""
-    return nn.remat(function) if remat else function
 
 
 def perturbed(params: ArrayTree) -> ArrayTree:

@@ -1,6 +1,5 @@
 """A normalizing flow and networks on graphs."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -8,15 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.zoo.network import (
-    Network,
-    applied,
-    classes,
-    cross_entropy,
-    initial,
-    normal,
-    trained,
-)
+from benchmarks.zoo.draws import classes, normal
+from benchmarks.zoo.network import Network, Networks, applied, initial, trained
+from benchmarks.zoo.parts import cross_entropy
 
 
 class Flow(nn.Module):
@@ -102,7 +95,7 @@ def _on_graph(module: nn.Module, nodes: int, edges_per_node: int) -> Network:
     return trained(module, cross_entropy, [x, edges], [labels])
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
+NETWORKS: Networks = {
     "flow": _flow,
     "graph": lambda: _on_graph(GraphNet(), 256, 4),
     "graph_attention": lambda: _on_graph(GraphAttention(), 1024, 8),

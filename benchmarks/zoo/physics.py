@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -10,19 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.zoo.network import (
-    Network,
-    applied,
-    block,
-    initial,
-    normal,
-    trained,
-    weights,
-)
-
-
-def _squared(predicted: jax.Array, target: jax.Array) -> jax.Array:
-    return jnp.mean((predicted - target) ** 2)
+from benchmarks.zoo.draws import normal, weights
+from benchmarks.zoo.network import Network, Networks, applied, initial, trained
+from benchmarks.zoo.parts import block, mean_square
 
 
 class FNO(nn.Module):
@@ -125,7 +115,7 @@ def _nerf() -> Network:
         clear = jnp.cumprod(1 - opaque + 1e-10, -1)
         clear = jnp.concatenate([jnp.ones_like(clear[:, :1]), clear[:, :-1]], -1)
         pixels = jnp.sum((clear * opaque)[..., None] * field[..., :3], 1)
-        return _squared(pixels, colors)
+        return mean_square(pixels, colors)
 
     params = initial(module, points_of(origins, directions), directions)
     return Network(loss, params, (origins, directions, colors))
@@ -150,17 +140,18 @@ def _neural_ode() -> Network:
         k4 = speed(params, time + size, x + size * k3)
         return x + size / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
 
-    def loss_of(step: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        def loss(params: Any, x: jax.Array, target: jax.Array) -> jax.Array:
-            times = jnp.arange(20) / 20
-            end, _ = lax.scan(lambda x, t: (step(params, x, t, 1 / 20), None), x, times)
-            return _squared(end, target)
-
-        return loss
+    def loss(
+        step: Callable[..., jax.Array], params: Any, x: jax.Array, target: jax.Array
+    ) -> jax.Array:
+        times = jnp.arange(20) / 20
+        end, _ = lax.scan(lambda x, t: (step(params, x, t, 1 / 20), None), x, times)
+        return mean_square(end, target)
 
     batch = normal(2, 512, 16), normal(3, 512, 16)
     remat = jax.checkpoint(step, static_argnums=3)
-    return Network(loss_of(step), params, batch, loss_of(remat))
+    return Network(
+        functools.partial(loss, step), params, batch, functools.partial(loss, remat)
+    )
 
 
 def _layer(params: Any, x: jax.Array, z: jax.Array) -> jax.Array:
@@ -203,7 +194,7 @@ def _deq() -> Network:
 
     def loss(params: Any, x: jax.Array, target: jax.Array) -> jax.Array:
         z = _fixed_point(params["layer"], jax.nn.gelu(x @ params["into"]))
-        return _squared(jax.nn.gelu(z) @ params["out"], target)
+        return mean_square(jax.nn.gelu(z) @ params["out"], target)
 
     return Network(loss, params, (normal(2, 2048, 32), normal(3, 2048, 10)))
 
@@ -248,19 +239,19 @@ def _pinn() -> Network:
     def loss(params: Any, times: jax.Array, xs: jax.Array) -> jax.Array:
         inside = jax.vmap(residual, (None, 0, 0))(params, times, xs)
         start = jax.vmap(field, (None, None, 0))(params, jnp.zeros(()), xs)
-        return jnp.mean(inside**2) + _squared(start, jnp.sin(jnp.pi * xs))
+        return jnp.mean(inside**2) + mean_square(start, jnp.sin(jnp.pi * xs))
 
     times = jax.random.uniform(jax.random.key(2), (1024,))
     return Network(loss, params, (times, jnp.linspace(-1, 1, 1024)))
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
+NETWORKS: Networks = {
     "fno": lambda: trained(
-        FNO(), _squared, [normal(2, 8, 32, 32, 3)], [normal(3, 8, 32, 32, 1)]
+        FNO(), mean_square, [normal(2, 8, 32, 32, 3)], [normal(3, 8, 32, 32, 1)]
     ),
     "siren": lambda: trained(
         Siren(),
-        _squared,
+        mean_square,
         [jax.random.uniform(jax.random.key(2), (4096, 2), minval=-1)],
         [jax.nn.sigmoid(normal(3, 4096, 3))],
     ),

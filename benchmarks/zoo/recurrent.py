@@ -1,6 +1,5 @@
 """Networks with a loop over time."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -8,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.zoo.network import Network, block, classes, classifier, normal
+from benchmarks.zoo.draws import normal
+from benchmarks.zoo.network import Networks, classifier, language_model
+from benchmarks.zoo.parts import block
 
 
 class GRU(nn.Module):
@@ -50,6 +51,15 @@ class S5(nn.Module):
         return x + y * nn.sigmoid(nn.Dense(x.shape[-1])(y))
 
 
+def _states(factor: jax.Array, drive: jax.Array) -> jax.Array:
+    """Returns `state[t] = factor[t] * state[t - 1] + drive[t]` for all times."""
+
+    def combine(a: Any, b: Any) -> Any:
+        return a[0] * b[0], b[0] * a[1] + b[1]
+
+    return lax.associative_scan(combine, (factor, drive), axis=1)[1]
+
+
 class DiagonalStates(nn.Module):
     """Complex states that decay and turn, as an associative scan."""
 
@@ -68,12 +78,7 @@ class DiagonalStates(nn.Module):
         rate = lax.complex(decay, frequency)
         factor = jnp.exp(rate * step)
         drive = (x @ into) * ((factor - 1) / rate)
-
-        def combine(a: Any, b: Any) -> Any:
-            return a[0] * b[0], b[0] * a[1] + b[1]
-
-        factor = jnp.broadcast_to(factor, drive.shape)
-        _, state = lax.associative_scan(combine, (factor, drive), axis=1)
+        state = _states(jnp.broadcast_to(factor, drive.shape), drive)
         return 2 * (state @ out).real + direct * x
 
 
@@ -103,20 +108,13 @@ class Mamba(nn.Module):
         rate = -jnp.exp(jnp.log(jnp.arange(1.0, states + 1)))
         decay = jnp.exp(step[..., None] * rate)
         drive = (step * y)[..., None] * write[:, :, None]
-
-        def combine(a: Any, b: Any) -> Any:
-            return a[0] * b[0], b[0] * a[1] + b[1]
-
-        _, state = lax.associative_scan(combine, (decay, drive), axis=1)
-        y = jnp.einsum("btds,bts->btd", state, read) + y
+        y = jnp.einsum("btds,bts->btd", _states(decay, drive), read) + y
         return nn.Dense(x.shape[-1])(y * nn.silu(gate))
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
-    "gru": lambda: classifier(GRU(), normal(2, 32, 32, 16), per_token=False),
+NETWORKS: Networks = {
+    "gru": lambda: classifier(GRU(), normal(2, 32, 32, 16)),
     "lstm": lambda: classifier(LSTM(), normal(2, 16, 48, 32), per_token=True),
-    "s5": lambda: classifier(S5(), normal(2, 8, 128, 16), per_token=False),
-    "mamba": lambda: classifier(
-        Mamba(), classes(2, 64, 8, 64), num_classes=64, per_token=True
-    ),
+    "s5": lambda: classifier(S5(), normal(2, 8, 128, 16)),
+    "mamba": lambda: language_model(Mamba(), 64),
 }

@@ -1,14 +1,15 @@
 """A layer before a norm, with activations of very different scale."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.zoo.network import Network, normal, weights
+from benchmarks.zoo.draws import normal, weights
+from benchmarks.zoo.network import Network, Networks
 
 
 _NUM_ROWS = 512
@@ -61,7 +62,7 @@ def _network(norm: Callable[[jax.Array], jax.Array], per: str, width: int) -> Ne
     return Network(loss, params, (x, other, _scales(per, width)))
 
 
-SCALED: Mapping[str, Callable[[], Network]] = {
+SCALED: Networks = {
     f"{name}_{per}_{width}": functools.partial(_network, norm, per, width)
     for name, norm in _NORMS.items()
     for per in ("row", "head", "channel")

@@ -1,6 +1,5 @@
 """Networks of sound: WaveNet, Whisper and connectionist temporal classification."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -8,15 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.zoo.network import (
-    Network,
-    block,
-    classes,
-    classifier,
-    cross_entropy,
-    normal,
-    trained,
-)
+from benchmarks.zoo.draws import classes, normal
+from benchmarks.zoo.network import Network, Networks, language_model, trained
+from benchmarks.zoo.parts import block, cross_entropy, sinusoids
 
 
 class DilatedBlock(nn.Module):
@@ -63,7 +56,8 @@ class Whisper(nn.Module):
         layer = block(Whisper._layer, self.remat)
         x = nn.gelu(nn.Conv(self.width, (3,))(sound))
         x = nn.gelu(nn.Conv(self.width, (3,), 2)(x))
-        x = x + _sinusoids(x.shape[1], self.width)
+        rates = 10000.0 ** -jnp.linspace(0, 1, self.width // 2)
+        x = x + sinusoids(jnp.arange(x.shape[1]), rates)
         for _ in range(2):
             x = layer(self, x, None, None)
         x = nn.LayerNorm()(x)
@@ -85,12 +79,6 @@ class Whisper(nn.Module):
             x = x + attention(nn.LayerNorm()(x), memory)
         y = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
         return x + nn.Dense(self.width)(y)
-
-
-def _sinusoids(length: int, width: int) -> jax.Array:
-    rates = 10000.0 ** -jnp.linspace(0, 1, width // 2)
-    angles = jnp.arange(length)[:, None] * rates
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
 
 
 class Recognizer(nn.Module):
@@ -118,10 +106,8 @@ def _ctc() -> Network:
     return trained(Recognizer(), objective, [sound], [labels, paddings])
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
-    "wavenet": lambda: classifier(
-        WaveNet(), classes(2, 64, 8, 512), num_classes=64, per_token=True
-    ),
+NETWORKS: Networks = {
+    "wavenet": lambda: language_model(WaveNet(), 64, length=512),
     "whisper": lambda: trained(
         Whisper(),
         cross_entropy,

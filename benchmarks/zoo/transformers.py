@@ -1,13 +1,15 @@
 """Transformers and their parts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo.network import Network, block, classes, classifier, normal
+from benchmarks.zoo.draws import normal
+from benchmarks.zoo.network import Network, Networks, classifier, language_model
+from benchmarks.zoo.parts import block
 
 
 class Attention(nn.Module):
@@ -142,24 +144,19 @@ class Norms(nn.Module):
 
 
 def _language(width: int, **options: Any) -> Network:
-    model = Language(width, {"is_causal": True, **options})
-    tokens = classes(2, 64, 8, 64)
-    return classifier(model, tokens, num_classes=64, per_token=True)
+    return language_model(Language(width, {"is_causal": True, **options}), 64)
 
 
 def _norms(norm: Any, width: int) -> Network:
-    module = Norms(norm, width)
-    return classifier(module, normal(2, 512, width), per_token=False)
+    return classifier(Norms(norm, width), normal(2, 512, width))
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
-    "vit": lambda: classifier(ViT(), normal(2, 16, 32, 32, 3), per_token=False),
+NETWORKS: Networks = {
+    "vit": lambda: classifier(ViT(), normal(2, 16, 32, 32, 3)),
     "gpt": lambda: _language(128),
     "qk_norm": lambda: _language(128, normalizes=True),
     "llama": lambda: _language(96, norm=nn.RMSNorm, is_gated=True, normalizes=True),
-    "moe": lambda: classifier(
-        MoE(), classes(2, 64, 8, 64), num_classes=64, per_token=True
-    ),
+    "moe": lambda: language_model(MoE(), 64),
     "rms_norm_512": lambda: _norms(nn.RMSNorm, 512),
     "rms_norm_48": lambda: _norms(nn.RMSNorm, 48),
     "layer_norm_32": lambda: _norms(nn.LayerNorm, 32),

@@ -1,6 +1,5 @@
 """Networks that see: windows, latents, video, weight norm, images beside text."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -8,15 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.zoo.network import (
-    Network,
-    block,
-    classes,
-    classifier,
-    cross_entropy,
-    normal,
-    trained,
-)
+from benchmarks.zoo.draws import classes, normal
+from benchmarks.zoo.network import Networks, classifier, trained
+from benchmarks.zoo.parts import block, conv_norm, cross_entropy
 from benchmarks.zoo.transformers import Transformer
 
 
@@ -129,8 +122,7 @@ class VideoNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(16, (3, 5, 5), (1, 2, 2), use_bias=False)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+        x = nn.relu(conv_norm(x, 16, (3, 5, 5), (1, 2, 2)))
         for _ in range(2):
             x = block(VideoNet._block, self.remat)(self, x)
             x = nn.Conv(2 * x.shape[-1], (1, 1, 1))(x)
@@ -138,10 +130,8 @@ class VideoNet(nn.Module):
         return nn.Dense(10)(jnp.mean(x, (1, 2, 3)))
 
     def _block(self, x: jax.Array) -> jax.Array:
-        y = nn.Conv(x.shape[-1], (3, 3, 3), use_bias=False)(x)
-        y = nn.relu(nn.BatchNorm(use_running_average=False)(y))
-        y = nn.Conv(x.shape[-1], (3, 3, 3), use_bias=False)(y)
-        return nn.relu(x + nn.BatchNorm(use_running_average=False)(y))
+        y = nn.relu(conv_norm(x, x.shape[-1], (3, 3, 3)))
+        return nn.relu(x + conv_norm(y, x.shape[-1], (3, 3, 3)))
 
 
 class WeightNormed(nn.Module):
@@ -180,17 +170,11 @@ def _contrastive(logits: jax.Array) -> jax.Array:
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
-NETWORKS: Mapping[str, Callable[[], Network]] = {
-    "swin": lambda: classifier(Swin(), normal(2, 8, 64, 64, 3), per_token=False),
-    "perceiver": lambda: classifier(
-        Perceiver(), normal(2, 8, 1024, 3), per_token=False
-    ),
-    "video": lambda: classifier(
-        VideoNet(), normal(2, 8, 8, 32, 32, 3), per_token=False
-    ),
-    "weight_norm": lambda: classifier(
-        WeightNormed(), normal(2, 16, 32, 32, 3), per_token=False
-    ),
+NETWORKS: Networks = {
+    "swin": lambda: classifier(Swin(), normal(2, 8, 64, 64, 3)),
+    "perceiver": lambda: classifier(Perceiver(), normal(2, 8, 1024, 3)),
+    "video": lambda: classifier(VideoNet(), normal(2, 8, 8, 32, 32, 3)),
+    "weight_norm": lambda: classifier(WeightNormed(), normal(2, 16, 32, 32, 3)),
     "clip": lambda: trained(
         CLIP(), _contrastive, [normal(2, 16, 32, 32, 3), classes(3, 64, 16, 32)]
     ),

@@ -39,14 +39,22 @@ def tokens(key):
     return tokens.at[:, 0].set(0)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init(config, key, tokens):
-    model = roberta.Roberta(config)
-    return jax.jit(functools.partial(model.init, train=False))(key, tokens)
+    return roberta.Roberta(config).init(key, tokens, train=False)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def apply(config, variables, tokens, mask=None):
+    return roberta.Roberta(config).apply(variables, tokens, mask, train=False)
+
+
+def apply_in_training(config, variables, tokens, key, **options):
+    """Applies the model with dropout; compiled anew, as a test may patch dropout."""
     model = roberta.Roberta(config)
-    return jax.jit(functools.partial(model.apply, train=False))(variables, tokens, mask)
+    return jax.jit(functools.partial(model.apply, train=True, **options))(
+        variables, tokens, rngs={"dropout": key}
+    )
 
 
 def make_loss(config):
@@ -132,9 +140,7 @@ def test_layers_of_a_scan_drop_different_values(key, same_key, monkeypatch):
     blocks["attention_out"]["bias"] += 1
     for name in ("norm1", "norm2"):
         blocks[name]["scale"] += 1
-    hidden = roberta.Roberta(config).apply(
-        zeros, tokens, train=True, return_hidden=True, rngs={"dropout": key}
-    )
+    hidden = apply_in_training(config, zeros, tokens, key, return_hidden=True)
     values = [len(np.unique(np.round(row, 3))) for row in np.asarray(hidden[0])]
     assert max(values) == (2 if same_key else 4)
 
@@ -142,8 +148,8 @@ def test_layers_of_a_scan_drop_different_values(key, same_key, monkeypatch):
 def test_attention_with_dropout_is_attention_without_where_nothing_drops(key, tokens):
     """The two implementations agree: a rate that is tiny drops nothing."""
     variables = init(TINY, key, tokens)
-    model = roberta.Roberta(dataclasses.replace(TINY, dropout=1e-9))
-    got = model.apply(variables, tokens, train=True, rngs={"dropout": key})
+    drops_nothing = dataclasses.replace(TINY, dropout=1e-9)
+    got = apply_in_training(drops_nothing, variables, tokens, key)
     np.testing.assert_allclose(got, apply(TINY, variables, tokens), atol=1e-5)
 
 
@@ -156,7 +162,7 @@ def test_bfloat16_is_close_and_keeps_weights_and_logits_in_float32(config, key, 
     assert logits.dtype == jnp.float32
     assert 1e-4 < relative_error(logits, apply(config, variables, tokens)) < 0.05
     trained, frozen = lora.split(variables, config.trained)
-    gradient = jax.jit(jax.grad(make_loss(half)))(trained, frozen, tokens, key)
+    gradient = jax.eval_shape(jax.grad(make_loss(half)), trained, frozen, tokens, key)
     assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
 
 

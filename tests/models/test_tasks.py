@@ -200,8 +200,10 @@ def test_classes_and_scores_have_their_losses():
         task = make_sentences(num_labels, labels, {}, ACCURACY)
         model, variables = start(task)
         batch = task.train.take(np.arange(3))
-        logits = model.apply(variables, *batch[:2], train=False)
-        predictions = task.predict(model, variables, batch)
+        apply = jax.jit(functools.partial(model.apply, train=False))
+        logits = apply(variables, *batch[:2])
+        predict = jax.jit(functools.partial(task.predict, model))
+        predictions = predict(variables, batch)
         np.testing.assert_allclose(predictions["loss"], oracle(logits, labels), 1e-5)
         # In training there is dropout, which the key determines.
         loss = jax.jit(functools.partial(task.loss, model))
