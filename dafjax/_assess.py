@@ -203,8 +203,10 @@ def assess(
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
         >>> def loss(w, x):
-        ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
-        >>> w = jax.random.normal(jax.random.key(0), (64, 64))
+        ...     for _ in range(6):
+        ...         x = jnp.tanh(x @ w)
+        ...     return jnp.mean(x**2)
+        >>> w = jax.random.normal(jax.random.key(0), (64, 64)) / 8
         >>> x = jax.random.normal(jax.random.key(1), (512, 64))
         >>> found = dafjax.assess(loss, w, x, bits=(8, 2), rounds=1)
         >>> found.settings[0].noise(50) < found.settings[1].noise(50) < 1

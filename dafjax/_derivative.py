@@ -44,6 +44,7 @@ from dafjax._trace.bodies import Body, has_bodies, perturbed_values, with_wrappe
 from dafjax._trace.equation import look_up
 from dafjax._trace.graph import mark_as_wrapped, stopped_outputs
 from dafjax._trace.residuals import (
+    Program,
     differentiate,
     fingerprint_of_function,
     is_differentiable,
@@ -242,12 +243,8 @@ class _Part:
         is_exact = options.mode is Mode.EXACT
         if is_exact and not recorded:
             return self._exact(perturbed, source)
-        # Inner wrapped functions are traced here. The outermost decides, so their
-        # residuals are part of this plan.
-        with _absorbing():
-            traced = differentiate(source, perturbed)
-            context = Context(options.policy, frozenset(numbers), iterations)
-            program = run_passes(traced, context, without=options.without_passes)
+        context = Context(options.policy, frozenset(numbers), iterations)
+        traced, program = self._programs(source, perturbed, context)
         plan = make_plan(
             program,
             policy=options.policy,
@@ -278,11 +275,22 @@ class _Part:
         if recorded:
             # The residuals of `PlainRule` are hidden in JAX's pullback, so this lists
             # an equivalent plan.
-            with _absorbing():
-                program = differentiate(source, plain.perturbed)
+            if plain.perturbed != perturbed:
+                _, program = self._programs(source, plain.perturbed, context)
             plan = make_plan(program, policy=SaveAll(), bits=options.bits)
             return ScheduledRule(plan, options)
         return plain
+
+    def _programs(
+        self, source: ClosedJaxpr, perturbed: tuple[bool, ...], context: Context
+    ) -> tuple[Program, Program]:
+        """Returns both passes of a function, before and after rewrites."""
+        # Inner wrapped functions are traced here. The outermost decides, so their
+        # residuals are part of this plan.
+        with _absorbing():
+            traced = differentiate(source, perturbed)
+            without = self.options.without_passes
+            return traced, run_passes(traced, context, without=without)
 
     def _is_no_smaller(
         self, plan: ProgramPlan, scheduled: Rule, plain: PlainRule
@@ -298,6 +306,7 @@ class _Part:
         if (
             not is_loss
             or self.iterations is not None
+            or options.mode.has_segments
             or options.own_policy is not None
             or not isinstance(options.store, Arrays)
             or plan.values_taken_away > config.SURELY_WORTH

@@ -86,6 +86,10 @@ def remat_compress(
     differentiated cause residuals. Arguments that the backward pass needs are used as
     they are, never quantized.
 
+    A loss with few residuals may need as much memory with codes as without. A static
+    model of XLA tells, and then the loss stays as JAX has it, without noise. With a
+    `policy` of yours it is compressed in any case.
+
     Args:
         fun: The function. Its arguments and results are pytrees of arrays.
         policy: The rule that decides about each residual. `None`:

@@ -174,7 +174,10 @@ def saved_residuals(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
 
     Example:
         >>> import dafjax, jax.numpy as jnp
-        >>> f = dafjax.remat_compress(lambda w, x: jnp.sum(jnp.sin(x @ w)))
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.sin(x @ w))
+        >>> policy = dafjax.policies.CompressExpensive()
+        >>> f = dafjax.remat_compress(loss, policy=policy)
         >>> w, x = jnp.ones((256, 256)), jnp.ones((256, 256))
         >>> dafjax.saved_residuals(lambda w: f(w, x), w).stored_nbytes
         34304
@@ -330,7 +333,10 @@ def explain(
 
     Example:
         >>> import dafjax, jax.numpy as jnp
-        >>> loss = dafjax.remat_compress(lambda w, x: jnp.sum(jnp.sin(x @ w) ** 2))
+        >>> def squares(w, x):
+        ...     return jnp.sum(jnp.sin(x @ w) ** 2)
+        >>> policy = dafjax.policies.CompressExpensive()
+        >>> loss = dafjax.remat_compress(squares, policy=policy)
         >>> w, x = jnp.ones((256, 256)), jnp.ones((512, 256))
         >>> dafjax.explain(lambda w: loss(w, x), w)  # doctest: +ELLIPSIS
         function 1

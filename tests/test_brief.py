@@ -10,6 +10,7 @@ import pytest
 import dafjax
 from dafjax._plan.plan import record_plans
 from dafjax.codecs import PackedAffine
+from dafjax.policies import CompressExpensive
 from dafjax.stores import Arrays, PagePool
 from tests import networks
 from tests.helpers import relative_error, temp_nbytes
@@ -38,6 +39,8 @@ def lasting_only(name):
 
 
 def gradient(store, loss=narrowing, **options):
+    # With a policy of its own, a small function is compressed at any rate.
+    options = {"policy": CompressExpensive(), **options}
     return jax.jit(jax.grad(dafjax.remat_compress(loss, store=store, **options)))
 
 

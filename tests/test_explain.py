@@ -9,6 +9,7 @@ import pytest
 
 import dafjax
 from dafjax._passes.pipeline import NAMES
+from dafjax.policies import CompressExpensive
 
 
 _GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -112,7 +113,9 @@ def test_passes_to_leave_out_are_checked(names, error, message):
 
 
 def test_keyword_arguments_may_be_shapes(capsys):
-    wrapped = dafjax.remat_compress(lambda w, *, x: jnp.sum(jnp.tanh(x @ w) ** 2))
+    wrapped = dafjax.remat_compress(
+        lambda w, *, x: jnp.sum(jnp.tanh(x @ w) ** 2), policy=CompressExpensive()
+    )
     w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (512, 64)))
     dafjax.explain(wrapped, w, x=x)
     assert "save %" in capsys.readouterr().out

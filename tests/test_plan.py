@@ -282,7 +282,8 @@ def test_equality_masks_are_packed_only_where_they_are_large(rows, packed):
 
     shapes = (8, 512), (rows, 8)
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    plan = dafjax.saved_residuals(dafjax.remat_compress(loss), w, x)
+    wrapped = dafjax.remat_compress(loss, policy=CompressExpensive())
+    plan = dafjax.saved_residuals(wrapped, w, x)
     masks = [item for item in plan.kept if item.primitive == "eq"]
     assert len(masks) == 2
     assert all((item.codec is not None) == packed for item in masks)

@@ -14,8 +14,8 @@ from tests import networks
 
 @pytest.fixture
 def example(key):
-    params = networks.mlp_params(key, (64, 256, 256, 64))
-    return params, jax.random.normal(key, (256, 64))
+    params = networks.mlp_params(key, (64, *(256,) * 5, 64))
+    return params, jax.random.normal(key, (1024, 64))
 
 
 def looped(params, x):
@@ -95,7 +95,7 @@ def test_a_plan_of_another_function_is_refused(example):
     plan = plan_of(networks.mlp_loss, example)
     wrapped = dafjax.remat_compress(networks.mlp_loss, policy=plan)
     with pytest.raises(ValueError, match=r"plan of 1 functions.*other shapes"):
-        jax.grad(wrapped)(params, x[:128])
+        jax.grad(wrapped)(params, x[:512])
 
 
 @pytest.mark.parametrize(
