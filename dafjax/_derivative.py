@@ -18,8 +18,8 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax import config
+from dafjax._contexts import Mode
 from dafjax._memory.predict import predict_temp_nbytes
-from dafjax._mode import Mode
 from dafjax._native import tie
 from dafjax._numbers import Array
 from dafjax._options import Options

@@ -12,10 +12,9 @@ from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 
-from dafjax._contexts import Choice, choosing
+from dafjax._contexts import Choice, Mode, choosing
 from dafjax._estimate import StepMemory, measure, nothing_is_wrapped
 from dafjax._memory.predict import predict_temp_nbytes
-from dafjax._mode import Mode
 from dafjax._numbers import align, parse_nbytes, readable
 from dafjax._trace.tracing import is_tracing, trace_context
 
@@ -303,6 +302,8 @@ class _Search:
         def fits(choice: Choice) -> bool:
             return self._predict(choice) <= self._limit
 
+        if fits(choices[0]):
+            return choices[0]
         if not fits(choices[-1]):
             return None
         return choices[bisect.bisect_left(choices, True, key=fits)]

@@ -4,7 +4,7 @@ import dataclasses
 from typing import final
 
 from dafjax._bits import Bits
-from dafjax._mode import Mode
+from dafjax._contexts import Mode
 from dafjax._passes.pipeline import NAMES
 from dafjax._schedule.steps import Ties
 from dafjax.policies import AbstractPolicy, CompressExpensive, SaveAll, SaveSaveable

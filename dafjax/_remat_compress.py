@@ -35,12 +35,12 @@ from dafjax._call import (
 )
 from dafjax._contexts import (
     Choice,
+    Mode,
     current_choice,
     current_recorder,
     current_stand_in,
 )
 from dafjax._derivative import with_compressed_residuals
-from dafjax._mode import Mode
 from dafjax._numbers import shown
 from dafjax._options import Options, choose, conflict
 from dafjax._passes.pipeline import NAMES

@@ -10,8 +10,7 @@ import pytest
 
 import dafjax
 from dafjax import _jit
-from dafjax._contexts import Choice, choosing
-from dafjax._mode import Mode
+from dafjax._contexts import Choice, Mode, choosing
 
 
 DEPTH, WIDTH, BATCH = 8, 128, 1024

@@ -15,7 +15,7 @@ from typing import Any, final
 import jax.numpy as jnp
 
 from dafjax import config
-from dafjax._mode import Mode
+from dafjax._contexts import Mode
 from dafjax._trace.bodies import alive_values, has_bodies
 from dafjax._trace.equation import (
     Atom,
