@@ -435,8 +435,14 @@ class _Traces:
 
     def _traced(self, size: int) -> Graph:
         """Returns the program for some number of examples."""
-        with recording(opens=self._opens):
-            closed, consts, _ = self._trace(size)
+        try:
+            with recording(opens=self._opens):
+                closed, consts, _ = self._trace(size)
+        except Exception as error:
+            # It ran for the whole batch.
+            raise NotSeparableError(
+                f"for {size} examples it raises {type(error).__name__}: {error}"
+            ) from error
         if len(consts) != len(self.consts) or not all(
             map(_is_same_const, consts, self.consts)
         ):
@@ -463,8 +469,16 @@ def _reason(examples: Examples) -> str:
         status = examples.status_of(atom)
         if status.kind is Kind.MIXED:
             return status.reason
-        if status.kind is Kind.PLACES:
+        if status.has_places:
             return "it returns the places of examples in the batch"
+    read = examples.read_by_tail()
+    if read.intersection(examples.made_with_rows()):
+        return "a loop or a call returns parts for each example and a value for all"
+    if any(examples.status_of(a).keys & examples.drawn for a in read):
+        return (
+            "a key draws numbers both for examples and for the batch as a whole: pass "
+            "two keys"
+        )
     return ""
 
 

@@ -59,7 +59,8 @@ class Microbatches:
     @functools.cached_property
     def sums(self) -> tuple[int, ...]:
         """The sums over examples that the tail reads or returns."""
-        read = {v for eqn in self._tail for v in eqn.input_values}
+        late = filter(self.examples.is_late, self.examples.graph.equations)
+        read = {v for eqn in late for v in eqn.input_values}
         read.update(a for a in self.examples.graph.outputs if isinstance(a, int))
         status = self.examples.status
         return tuple(sorted(v for v in read if status[v].kind is Kind.SUM))
@@ -113,13 +114,6 @@ class Microbatches:
     def _status(self, atom: Atom) -> Status:
         return self.examples.status_of(atom)
 
-    @functools.cached_property
-    def _tail(self) -> tuple[Equation, ...]:
-        return tuple(e for e in self.examples.graph.equations if self._is_late(e))
-
-    def _is_late(self, eqn: Equation) -> bool:
-        return any(self._status(v).is_late for v in eqn.input_values)
-
     def finish(
         self,
         inputs: Sequence[Array],
@@ -139,19 +133,13 @@ class Microbatches:
         equations = [
             eqn
             for eqn in self.examples.graph.equations
-            if not self._is_of_body(eqn) and (with_effects or eqn.outputs)
+            if not self.examples.has_rows(eqn) and (with_effects or eqn.outputs)
         ]
         env: dict[int, Any] = dict(enumerate(inputs)) | dict(made)
         for eqn in live_equations(equations, outputs):
             results = evaluate(eqn, look_up(eqn.inputs, env))
             env.update(zip(eqn.outputs, results, strict=True))
         return list(map(jnp.asarray, look_up(outputs, env)))
-
-    def _is_of_body(self, eqn: Equation) -> bool:
-        """Returns whether an equation reads or makes parts for each example."""
-        read = map(self._status, eqn.input_values)
-        made = map(self._status, eqn.outputs)
-        return any(s.has_rows or s.kind is Kind.MIXED for s in (*read, *made))
 
     def _body(self, wanted: Sequence[int]) -> Callable[..., list[Array]]:
         """Returns a function from the inputs of a microbatch to some of its values."""
@@ -160,7 +148,7 @@ class Microbatches:
         equations = [
             _with_numbers_of_batch(part, whole)
             for whole, part in self.equations
-            if whole is None or not whole.has_effect or self._is_of_body(whole)
+            if whole is None or not whole.has_effect or self.examples.has_rows(whole)
         ]
         live = live_equations(equations, made)
 
@@ -252,11 +240,12 @@ class Microbatches:
         """Returns an array of the whole batch, given one for each microbatch."""
         status, shape = self._status(value), self.examples.graph.avals[value].shape
         axis, inner = status.axis, max(status.inner, 1)
-        apart = parts.shape[1:]
-        before, after = apart[:axis], apart[axis + 1 :]
-        size = self.part_size
-        outer = apart[axis] // (size * inner)
-        split = parts.reshape(self.number, *before, outer, size, inner, *after)
+        before, after = shape[:axis], shape[axis + 1 :]
+        outer = shape[axis] // (self.number * self.part_size * inner)
+        # The value of a single example may have another shape.
+        split = parts.reshape(
+            self.number, *before, outer, self.part_size, inner, *after
+        )
         return jnp.moveaxis(split, 0, axis + 2).reshape(shape)
 
 

@@ -106,7 +106,31 @@ def per_example(w, batch):
     return jnp.mean(jax.vmap(of_one)(batch["x"], batch["y"]))
 
 
+@jax.custom_vjp
+def clipped_one_by_one(z):
+    return z
+
+
+def _clip_rows(_, g):
+    return (g / jnp.maximum(1, jnp.linalg.norm(g, axis=-1, keepdims=True)),)
+
+
+clipped_one_by_one.defvjp(lambda z: (z, None), _clip_rows)
+
+
+def with_a_rule_for_each_example(w, batch):
+    return jnp.sum(clipped_one_by_one(jnp.square(logits(w, batch))))
+
+
+def with_an_update_of_features(w, batch):
+    z = logits(w, batch)
+    changed = lax.dynamic_update_slice(z, jnp.ones((len(z), 1)), (0, 2))
+    return jnp.sum(changed.at[jnp.arange(len(z)), batch["y"]].mul(2) ** 2)
+
+
 LOSSES = [
+    with_a_rule_for_each_example,
+    with_an_update_of_features,
     mean,
     masked_mean,
     total,
@@ -270,6 +294,15 @@ def test_each_microbatch_draws_other_numbers(make):
     assert len(masks) > 4
 
 
+def test_a_key_for_the_batch_and_for_examples_raises():
+    def loss(w, x, key):
+        scale = 1 + jax.random.uniform(key)
+        return jnp.mean(w * x * jax.random.normal(key, x.shape)) * scale
+
+    with pytest.raises(ValueError, match="pass two keys"):
+        dafjax.accumulate(loss, 2)(1.0, jnp.ones(4), jax.random.key(0))
+
+
 def test_a_key_made_inside_raises():
     def loss(w, x):
         return jnp.sum(w * x * jax.random.normal(jax.random.key(0), x.shape))
@@ -356,7 +389,97 @@ def shuffled(w, batch):
     return jnp.sum(z * z[batch["y"]])
 
 
+def rolled(w, batch):
+    z = logits(w, batch)
+    places = jnp.arange(len(z))
+    return jnp.sum(z[(places + 1) % len(z)] * z)
+
+
+def reversed_by_index(w, batch):
+    z = logits(w, batch)
+    return jnp.sum(z[len(z) - 1 - jnp.arange(len(z))] * z)
+
+
+def halved_places(w, batch):
+    z = logits(w, batch)
+    return jnp.sum(z[jnp.arange(len(z)) // 2] * z)
+
+
+def of_own_place(w, batch):
+    places = jnp.arange(len(batch["x"]))
+    wide = batch["x"] @ jnp.tile(w["in"], (1, 2))
+    return jnp.sum(wide[places, places])
+
+
+def first_example_replaced(w, batch):
+    z = logits(w, batch)
+    return jnp.sum(lax.dynamic_update_slice(z, jnp.ones((1, 5)), (0, 0)) ** 2)
+
+
+def to_the_power_of_their_number(w, batch):
+    return jnp.mean(lax.integer_pow(logits(w, batch), len(batch["x"])))
+
+
+def weights_of_the_last(w, batch):
+    return mean(w, batch) * w["in"].reshape(-1)[len(batch["x"]) - 1]
+
+
+@jax.custom_vjp
+def clipped_together(z):
+    return z
+
+
+def _clip(_, g):
+    return (g / jnp.maximum(1, jnp.linalg.norm(g)),)
+
+
+clipped_together.defvjp(lambda z: (z, None), _clip)
+
+
+@jax.custom_vjp
+def divided_in_the_backward_pass(z):
+    return z
+
+
+divided_in_the_backward_pass.defvjp(lambda z: (z, None), lambda _, g: (g / len(g),))
+
+
+def with_clipped_gradients(w, batch):
+    return jnp.sum(clipped_together(logits(w, batch)))
+
+
+def with_divided_gradients(w, batch):
+    return jnp.sum(divided_in_the_backward_pass(logits(w, batch)))
+
+
+def loop_of_rows_and_a_count(w, batch):
+    def step(n, carry):
+        z, count = carry
+        return jnp.sin(z), count + n
+
+    z, count = lax.fori_loop(0, 3, step, (logits(w, batch), jnp.zeros((), int)))
+    return jnp.mean(z) * count.astype(jnp.float32)
+
+
+def branch_on_rows_and_a_sum(w, batch):
+    z = logits(w, batch)
+    return lax.cond(
+        w["in"][0, 0] > 0, lambda z, s: jnp.sum(z * s), lambda z, s: s, z, jnp.mean(z)
+    )
+
+
 MIXING = [
+    rolled,
+    reversed_by_index,
+    halved_places,
+    of_own_place,
+    first_example_replaced,
+    to_the_power_of_their_number,
+    weights_of_the_last,
+    with_clipped_gradients,
+    with_divided_gradients,
+    loop_of_rows_and_a_count,
+    branch_on_rows_and_a_sum,
     batch_norm,
     contrastive,
     some_examples,
@@ -386,6 +509,16 @@ def test_the_error_names_the_line(weights, batch):
         ValueError, match=r"`sub` at .*test_accumulate.py:\d+.*batch_norm"
     ):
         dafjax.accumulate(batch_norm, 2)(weights, batch)
+
+
+def test_a_function_of_this_number_of_examples_alone_raises(weights, batch):
+    of_each = jnp.ones(SIZE)
+
+    def loss(w, batch):
+        return jnp.sum(cross_entropies(w, batch) * of_each)
+
+    with pytest.raises(ValueError, match="for 6 examples it raises TypeError"):
+        dafjax.accumulate(loss, 2)(weights, batch)
 
 
 def test_a_program_that_depends_on_the_size_raises(weights, batch):

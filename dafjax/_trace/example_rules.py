@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
-from dafjax._trace.equation import Equation
+from dafjax._trace.equation import Constant, Equation
 
 
 @final
@@ -19,6 +19,10 @@ class Kind(enum.Enum):
     ROWS = enum.auto()
     # As `ROWS`, and it says where in the batch each example is.
     PLACES = enum.auto()
+    # Places that are moved, or whether they are negative: what indexing by places
+    # computes, and does not read.
+    MOVED_PLACES = enum.auto()
+    ARE_NEGATIVE = enum.auto()
     # It is a sum over the examples.
     SUM = enum.auto()
     # It is computed from sums over the examples, and from no example otherwise.
@@ -52,7 +56,12 @@ class Status:
     @property
     def has_rows(self) -> bool:
         """Whether it has a part for each example."""
-        return self.kind in (Kind.ROWS, Kind.PLACES)
+        return self.kind is Kind.ROWS or self.has_places
+
+    @property
+    def has_places(self) -> bool:
+        """Whether it tells where in the batch each example is."""
+        return self.kind in (Kind.PLACES, Kind.MOVED_PLACES, Kind.ARE_NEGATIVE)
 
     @property
     def is_late(self) -> bool:
@@ -109,7 +118,30 @@ def status_of_rows(
             raise MixesError(OTHERS)
         if shape[status.axis] != aval.shape[axis]:
             raise MixesError(SOME)
+    if eqn.rule.is_elementwise and any(status.has_places for status in operands):
+        return _of_places(eqn, operands)
     return _rows(axis, operands)
+
+
+def _of_places(eqn: Equation, operands: Sequence[Status]) -> Status:
+    """Returns the status of an elementwise function of places.
+
+    `x[places]` adds the length of `x` to negative places, of which there are none.
+    """
+    first, *others = operands
+    kinds = [status.kind for status in operands]
+    name = name_of(eqn)
+    if name == "convert_element_type":
+        return first
+    if kinds == [Kind.PLACES, Kind.SAME]:
+        if name == "add":
+            return dataclasses.replace(first, kind=Kind.MOVED_PLACES)
+        (_, number) = eqn.operand_atoms
+        if name == "lt" and isinstance(number, Constant) and number.value == 0:
+            return dataclasses.replace(first, kind=Kind.ARE_NEGATIVE)
+    if name == "select_n" and kinds[:2] == [Kind.ARE_NEGATIVE, Kind.PLACES]:
+        return others[0]
+    raise MixesError(PLACES)
 
 
 def _rows(axis: int, operands: Sequence[Status]) -> Status:
@@ -135,7 +167,7 @@ def _shapes(eqn: Equation) -> list[tuple[int, ...]]:
 
 
 def _check_no_places(operands: Iterable[Status]) -> None:
-    if any(status.kind is Kind.PLACES for status in operands):
+    if any(status.has_places for status in operands):
         raise MixesError(PLACES)
 
 
@@ -164,6 +196,23 @@ def _reshape(
     if stride % step:
         raise MixesError(OTHERS)
     return dataclasses.replace(_rows(axis, operands), inner=stride // step)
+
+
+def _update_slice(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    """Returns the status of a `dynamic_update_slice`."""
+    del aval
+    array, update, *_ = operands
+    shapes = _shapes(eqn)
+    if (
+        axis is None
+        or not (array.has_rows and update.has_rows)
+        or shapes[0][axis] != shapes[1][axis]
+    ):
+        raise MixesError(SOME)
+    _check_no_places(operands)
+    return _rows(axis, operands[:2])
 
 
 def _broadcast(
@@ -330,9 +379,8 @@ def _indexed(axis: int, found: _Indexed) -> Status:
     if found.whole and table.axis not in found.indexed and not indices.has_rows:
         return _rows(axis, [table])
     if indices.kind is Kind.PLACES and table.axis in found.indexed:
-        column = found.indexed.index(table.axis)
-        columns = range(len(found.indexed)) if len(found.indexed) == 1 else ()
-        if column in (indices.columns or columns):
+        columns = indices.columns or tuple(range(len(found.indexed)))
+        if columns == (found.indexed.index(table.axis),):
             return _rows(axis, [table])
     raise MixesError(OTHERS)
 
@@ -367,7 +415,7 @@ def _matrices(params: Mapping[str, Any], axis: int, rank: int) -> bool:
 _APART: Mapping[str, Callable[[Mapping[str, Any], int, int], bool]] = {
     **dict.fromkeys(
         [
-            *("bitcast_convert_type", "dynamic_slice", "dynamic_update_slice", "name"),
+            *("bitcast_convert_type", "dynamic_slice", "name"),
             *("random_bits", "random_clone", "random_fold_in", "random_unwrap"),
             *("random_wrap", "sharding_constraint", "slice", "squeeze", "stack"),
         ],
@@ -409,6 +457,7 @@ _SPECIAL: Mapping[str, Callable[..., Status]] = {
     "concatenate": _concatenate,
     "conv_general_dilated": _convolution,
     "dot_general": _product,
+    "dynamic_update_slice": _update_slice,
     "gather": _lookup,
     "reduce_sum": _sum,
     "reshape": _reshape,

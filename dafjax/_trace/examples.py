@@ -26,6 +26,7 @@ from dafjax._trace.equation import (
     call_instead,
     renumber,
     scan_arity,
+    values_of,
     with_constants,
 )
 from dafjax._trace.example_rules import (
@@ -39,7 +40,8 @@ from dafjax._trace.example_rules import (
     name_of,
     status_of_rows,
 )
-from dafjax._trace.graph import CALLS, RULED_CALLS, Graph, flatten
+from dafjax._trace.graph import CALLS, RULED_CALLS, Graph, flatten, is_wrapped
+from dafjax._trace.residuals import trace_pullback
 from dafjax._trace.rules import Cost
 from dafjax._trace.tracing import ClosedJaxpr
 
@@ -62,6 +64,36 @@ class Examples:
     def status_of(self, atom: Atom) -> Status:
         """Returns the status of a value or a constant."""
         return _status(atom, self.status)
+
+    def read_by_tail(self) -> set[int]:
+        """Returns the values, sums aside, that the program after the sums reads."""
+        outputs = values_of(self.graph.outputs)
+        read = {v for v in outputs if not self.status[v].has_rows}
+        for eqn in reversed(self.graph.equations):
+            if self.is_late(eqn) or not read.isdisjoint(eqn.outputs):
+                made = [v for v in eqn.outputs if self.status[v].kind is Kind.SUM]
+                if not made:
+                    read.update(eqn.input_values)
+        return {v for v in read if not self.status[v].is_late}
+
+    def made_with_rows(self) -> set[int]:
+        """Returns the values, sums aside, of equations that read or make examples."""
+        return {
+            v
+            for eqn in self.graph.equations
+            for v in eqn.outputs
+            if self.status[v].kind is Kind.SAME and self.has_rows(eqn)
+        }
+
+    def has_rows(self, eqn: Equation) -> bool:
+        """Returns whether an equation reads or makes parts for each example."""
+        values = (*eqn.input_values, *eqn.outputs)
+        kinds = [self.status[v] for v in values]
+        return any(s.has_rows or s.kind is Kind.MIXED for s in kinds)
+
+    def is_late(self, eqn: Equation) -> bool:
+        """Returns whether an equation goes on from sums over the examples."""
+        return any(self.status[v].is_late for v in eqn.input_values)
 
 
 class NotSeparableError(ValueError):
@@ -182,12 +214,13 @@ class _Walk:
             if status.kind is Kind.MIXED:
                 return [status] * len(eqn.outputs)
         try:
-            found = self._walk(eqn, other, operands)
             if not any(status.is_late for status in operands):
-                return found
-            if not any(status.has_rows for status in found):
-                return [_LATE] * len(found)
-            reason = "it returns examples and sums over them"
+                return self._walk(eqn, other, operands)
+            if not any(status.has_rows for status in operands):
+                found = self._walk(eqn, other, operands)
+                if not any(status.has_rows for status in found):
+                    return [_LATE] * len(found)
+            reason = "it computes each example from a sum over all"
         except MixesError as error:
             reason = str(error)
         reason = f"{reason}: {_listed(eqn)}"
@@ -217,19 +250,26 @@ class _Walk:
         Elementwise equations of the function itself run with the numbers of the whole
         batch, as do those that follow a sum. Places are numbered within a microbatch.
         """
+        if any(status.is_late for status in operands):
+            return
         pairs = zip(eqn.operand_atoms, other.operand_atoms, strict=True)
         same = all(map(_is_equal_atom, *zip(*pairs, strict=True))) if operands else True
-        names = eqn.params.keys() & other.params.keys()
-        same &= all(
-            eqn.params[name] == other.params[name]
-            for name in names
-            # Not a number is not equal to itself.
-            if isinstance(eqn.params[name], (bool, int, str))
-        )
-        kinds = {status.kind for status in operands}
         is_scale = self._depth == 1 and eqn.rule.is_elementwise
-        is_late = any(status.is_late for status in operands)
-        if not (same or is_scale or is_late or Kind.PLACES in kinds):
+        are_places = any(status.has_places for status in operands)
+        avals = [
+            (v.aval, w.aval)
+            for v, w in zip(_results(eqn), _results(other), strict=True)
+        ]
+        has_rows = any(
+            _axis_of_examples(*pair, self._sizes) is not None for pair in avals
+        )
+        lengths = _LENGTHS if has_rows else ()
+        alike = all(
+            _is_same_param(eqn.params[name], other.params.get(name))
+            for name in eqn.params
+            if name not in lengths
+        )
+        if not alike or not (same or is_scale or are_places):
             raise MixesError("it computes with the number of examples")
 
     def _made(
@@ -289,7 +329,29 @@ class _Walk:
                 "it computes with a sum over the examples inside of a function that "
                 "has a derivative rule of its own"
             )
+        if name_of(eqn).startswith("custom_vjp") and not is_wrapped(called[0]):
+            self._check_rule(eqn, other, operands, found)
         return found
+
+    def _check_rule(
+        self,
+        eqn: Equation,
+        other: Equation,
+        operands: Sequence[Status],
+        results: Sequence[Status],
+    ) -> None:
+        """Raises if the derivative rule of a function mixes examples."""
+        pulled = [trace_pullback(e) for e in (eqn, other)]
+        arguments = [_status_of_input(eqn, operands, n) for n in range(len(eqn.inputs))]
+        # Sums have one cotangent for all examples.
+        cotangents = [s if s.has_rows else _SAME for s in _of_outputs(eqn, results)]
+        found = self._results(pulled, [*arguments, *cotangents])
+        for status in found:
+            if status.kind in (Kind.MIXED, Kind.LATE):
+                raise MixesError(
+                    "its derivative rule computes one example from others, or from "
+                    "their number"
+                )
 
     def of_scan(
         self, eqn: Equation, other: Equation, operands: Sequence[Status]
@@ -348,6 +410,13 @@ _BODIES: Mapping[str, Callable[..., Sequence[Status]]] = {
     "while": _Walk.of_while,
     "cond": _Walk.of_cond,
 }
+
+
+def _status_of_input(eqn: Equation, operands: Sequence[Status], number: int) -> Status:
+    """Returns the status of one of the inputs of an equation, in which none repeats."""
+    atoms = eqn.operand_atoms
+    atom = eqn.inputs[number]
+    return next((s for a, s in zip(atoms, operands, strict=True) if a == atom), _SAME)
 
 
 def _check_no_sums(results: Sequence[Status], operands: Sequence[Status]) -> None:
@@ -448,6 +517,19 @@ def _is_same_atom(first: Atom, second: Atom) -> bool:
 def _is_equal_atom(first: Atom, second: Atom) -> bool:
     if isinstance(first, Constant) and isinstance(second, Constant):
         return first.value is second.value or np.array_equal(first.value, second.value)
+    return True
+
+
+# Parameters that hold lengths of axes.
+_LENGTHS = ("shape", "new_sizes", "limit_indices", "slice_sizes")
+
+
+def _is_same_param(first: Any, second: Any) -> bool:
+    """Returns whether two parameters are equal. Bodies and functions count as equal."""
+    if isinstance(first, (bool, int, str)):
+        return first == second
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(_is_same_param, first, second))
     return True
 
 

@@ -165,7 +165,8 @@ def is_array(aval: Any) -> bool:
     return hasattr(aval, "dtype")
 
 
-def _is_marked(body: ClosedJaxpr) -> bool:
+def is_wrapped(body: ClosedJaxpr) -> bool:
+    """Returns whether a program is that of a wrapped function."""
     return any(
         eqn.primitive.name == "name" and eqn.params["name"] == _WRAPPED
         for eqn in body.jaxpr.eqns
@@ -256,7 +257,7 @@ class _Builder:
         body = eqn.params.get((CALLS | RULED_CALLS).get(name, ""))
         if body is not None:
             body = with_constants(body)
-        is_opened = self._opens_wrapped and body is not None and _is_marked(body)
+        is_opened = self._opens_wrapped and body is not None and is_wrapped(body)
         return body if name in self._inlined or is_opened else None
 
 

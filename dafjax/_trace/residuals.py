@@ -308,6 +308,38 @@ def trace_like(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(function)(*avals)
 
 
+def trace_pullback(equation: Equation) -> ClosedJaxpr:
+    """Returns the backward pass of an equation as a program.
+
+    It takes the inputs of the equation and a cotangent for each of its outputs, and
+    returns the cotangents of the inputs that have some.
+    """
+    avals = [var.aval for var in equation.jaxpr.invars]
+    moves = list(map(is_differentiable, avals))
+    outputs = [var.aval for var in equation.jaxpr.outvars]
+
+    def pull(*operands: Any) -> list[Any]:
+        arguments = list(operands[: len(avals)])
+
+        def of_moving(*moving: Any) -> list[Any]:
+            rest = iter(moving)
+            every = [
+                next(rest) if m else x for m, x in zip(moves, arguments, strict=True)
+            ]
+            return jax.core.eval_jaxpr(equation.jaxpr, (), *every)
+
+        results, pullback = jax.vjp(of_moving, *_where(arguments, moves))
+        cotangents = [
+            c
+            if is_differentiable(jax.typeof(r))
+            else np.zeros(r.shape, jax.dtypes.float0)
+            for r, c in zip(results, operands[len(avals) :], strict=True)
+        ]
+        return list(pullback(cotangents))
+
+    return trace_like(pull, *avals, *outputs)
+
+
 def _where(items: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
     return [item for item, take in zip(items, chosen, strict=True) if take]
 
