@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import dafjax
 from benchmarks.methods import Method, make_method
 from benchmarks.training import SCHEDULERS, place
 from models import lora, losses
@@ -46,6 +47,8 @@ class Shape:
     """What the model computes in; weights are float32."""
     bits: int = 2
     """Bits of the compressing methods."""
+    microbatches: int = 1
+    """Microbatches of `dafjax.accumulate`, for all methods."""
 
     def workload(self, method: str, *, batch: int, scan: bool) -> "Workload":
         """Returns the gradient of a method, for so many sequences.
@@ -66,7 +69,12 @@ class Shape:
             dtype=jnp.dtype(self.dtype),
         )
         return Workload(
-            make_method(method, bits=self.bits), config, batch, self.length, self.chunk
+            make_method(method, bits=self.bits),
+            config,
+            batch,
+            self.length,
+            self.chunk,
+            self.microbatches,
         )
 
 
@@ -80,6 +88,7 @@ class Workload:
     batch: int
     length: int
     chunk: int = 0
+    microbatches: int = 1
 
     @property
     def loss(self) -> Callable[..., jax.Array]:
@@ -87,11 +96,14 @@ class Workload:
 
         A function of the trained and the frozen variables, and of the batch.
         """
+        in_axes: tuple[int | None, ...] = (None, None, 0)
+        function: Callable[..., jax.Array] = self._next_token
         if isinstance(self.config, RobertaConfig):
-            return self.method.wrap_loss(self._classification)
-        if self.chunk:
-            return self.method.wrap_loss(self._chunked)
-        return self.method.wrap_loss(self._next_token)
+            function, in_axes = self._classification, (None, None, 0, 0, None)
+        elif self.chunk:
+            function = self._chunked
+        loss = self.method.wrap_loss(function)
+        return dafjax.accumulate(loss, self.microbatches, in_axes=in_axes)
 
     def _next_token(
         self, trained: ArrayTree, frozen: ArrayTree, tokens: jax.Array
