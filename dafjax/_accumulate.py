@@ -354,8 +354,8 @@ def _same(number: int, x: Any) -> Status:
     return Status(Kind.SAME, keys=keys)
 
 
-def _not_separable(fun: Callable[..., Any], reason: str) -> ValueError:
-    return ValueError(
+def _not_separable(fun: Callable[..., Any], reason: str) -> NotSeparableError:
+    return NotSeparableError(
         f"`accumulate`: `{getattr(fun, '__name__', fun)}` cannot be computed in "
         f"microbatches: {reason}."
     )

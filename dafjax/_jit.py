@@ -16,6 +16,7 @@ from dafjax._contexts import Choice, Mode, choosing
 from dafjax._estimate import StepMemory, measure, nothing_is_wrapped
 from dafjax._memory.predict import predict_temp_nbytes
 from dafjax._numbers import align, parse_nbytes, readable
+from dafjax._trace.examples import NotSeparableError
 from dafjax._trace.tracing import is_tracing, trace_context
 
 
@@ -121,12 +122,14 @@ class JitReport:
         options: The options of wrapped functions that were chosen, as text.
         memory: The memory of the chosen program.
         tried: All programs, the least noisy first.
+        notes: Why programs were left out.
     """
 
     limit_nbytes: int
     options: str
     memory: StepMemory
     tried: tuple[TriedProgram, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("options", "predicted", "compiled", "")]
@@ -146,7 +149,8 @@ class JitReport:
             for tried in self.tried
             for name, options in tried.others
         )
-        return "\n".join((f"limit {readable(self.limit_nbytes)}", table, *notes))
+        lines = f"limit {readable(self.limit_nbytes)}", table, *notes, *self.notes
+        return "\n".join(lines)
 
 
 def _shown(nbytes: int | None) -> str:
@@ -249,6 +253,8 @@ class _Search:
         # temporary arrays, plain and compressed.
         self._fixed = 0
         self._scale: dict[bool, float] = {}
+        # Why the batch cannot be split, if it cannot.
+        self._whole_only = ""
 
     def run(self) -> tuple[Choice, JitReport]:
         """Returns the options that were chosen, and why."""
@@ -271,7 +277,9 @@ class _Search:
             if kind not in seen
         )
         memory = self._compiled[best]
-        return best, JitReport(self._limit, str(best), memory, tuple(tried))
+        notes = (self._whole_only,) if self._whole_only else ()
+        report = JitReport(self._limit, str(best), memory, tuple(tried), notes)
+        return best, report
 
     def _tried(self, choice: Choice) -> TriedProgram:
         return TriedProgram(
@@ -292,7 +300,8 @@ class _Search:
         """Returns the numbers of microbatches that divide all batches."""
         plain = self._choice(_KINDS[0], 1)
         self._predict(plain)
-        size = math.gcd(*plain.batches) if plain.batches else 1
+        splits = plain.batches and not self._whole_only
+        size = math.gcd(*plain.batches) if splits else 1
         return [n for n in range(1, size + 1) if size % n == 0]
 
     def _fitting(self, kind: _Kind) -> Choice | None:
@@ -331,8 +340,12 @@ class _Search:
         """
         if choice not in self._predicted and not choice.is_excluded:
             args, kwargs = self._arguments
-            with choosing(choice):
-                traced = self._jitted.trace(*args, **kwargs)
+            try:
+                with choosing(choice):
+                    traced = self._jitted.trace(*args, **kwargs)
+            except NotSeparableError as error:
+                self._whole_only = str(error)
+                return math.inf
             if not choice.num_calls and not choice.batches:
                 raise nothing_is_wrapped("dafjax.jit", self._name)
             if choice.is_excluded:
@@ -380,10 +393,12 @@ class _Search:
         )
 
     def _others(self) -> str:
-        """Names functions that are not computed again, for an error."""
+        """Says why smaller programs were left out, for an error."""
+        whole_only = f"{self._whole_only} " if self._whole_only else ""
         names = dict.fromkeys(name for c in self._choices.values() for name in c.others)
         listed = ", ".join(f"`{name}`" for name in names)
-        return f"The policies of {listed} exclude `rematerialize`. " if names else ""
+        excluded = f"The policies of {listed} exclude `rematerialize`. "
+        return whole_only + (excluded if names else "")
 
 
 def _nbytes_of_arrays(traced: Any) -> int:

@@ -308,3 +308,21 @@ def test_a_step_may_accumulate_without_wrapped_functions(example, plain_nbytes):
     jitted = dafjax.jit(step, memory=int(0.5 * plain_nbytes))
     jitted.lower(*example)
     assert jitted.report().options.startswith("plain, microbatches=")
+
+
+def test_a_batch_that_cannot_be_split_is_named(example, plain_nbytes):
+    def of_all(weights, x):
+        z = loss(weights, x)
+        return z + jnp.max(x @ weights[0])
+
+    def step(weights, x):
+        split = dafjax.accumulate(dafjax.remat_compress(of_all))
+        return jax.value_and_grad(split)(weights, x)
+
+    fits = dafjax.jit(step, memory=int(0.6 * plain_nbytes))
+    fits.lower(*example)
+    report = fits.report()
+    assert "microbatches" not in report.options
+    assert "cannot be computed in microbatches" in str(report)
+    with pytest.raises(ValueError, match=r"cannot be computed in microbatches.*Raise"):
+        dafjax.jit(step, memory=int(0.05 * plain_nbytes))(*example)
