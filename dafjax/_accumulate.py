@@ -169,6 +169,13 @@ class _Arguments:
         return of_arrays
 
 
+def _name(fun: Any) -> str:
+    """Returns the name of a function, also where some of its arguments are bound."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
@@ -280,7 +287,7 @@ def _no_batch(
     ]
     listed = ", ".join(found) or "none"
     return ValueError(
-        f"`accumulate`: the arguments of `{getattr(fun, '__name__', fun)}` that hold "
+        f"`accumulate`: the arguments of `{_name(fun)}` that hold "
         f"examples must have one number of examples, but there are {listed}. Say which "
         "axes hold examples: `in_axes=(None, 0)` splits the second of two arguments."
     )
@@ -328,7 +335,7 @@ def _check_results(fun: Callable[..., Any], whole: Any, structure: Any) -> None:
     )
     if first is None or first.shape != () or not starts:
         raise TypeError(
-            f"`accumulate(fun)`: `{getattr(fun, '__name__', fun)}` must return a "
+            f"`accumulate(fun)`: `{_name(fun)}` must return a "
             "scalar, or a pair of a scalar and auxiliary results, but got "
             f"{jax.tree.unflatten(structure, results)!r}."
         )
@@ -356,8 +363,7 @@ def _same(number: int, x: Any) -> Status:
 
 def _not_separable(fun: Callable[..., Any], reason: str) -> NotSeparableError:
     return NotSeparableError(
-        f"`accumulate`: `{getattr(fun, '__name__', fun)}` cannot be computed in "
-        f"microbatches: {reason}."
+        f"`accumulate`: `{_name(fun)}` cannot be computed in microbatches: {reason}."
     )
 
 

@@ -521,6 +521,16 @@ def test_a_function_of_this_number_of_examples_alone_raises(weights, batch):
         dafjax.accumulate(loss, 2)(weights, batch)
 
 
+def test_the_error_names_a_function_with_bound_arguments(weights, batch):
+    def loss(w, batch, module):
+        del module
+        return batch_norm(w, batch)
+
+    bound = functools.partial(loss, module="with a long text")
+    with pytest.raises(ValueError, match="`loss` cannot be computed"):
+        dafjax.accumulate(bound, 2)(weights, batch)
+
+
 def test_a_program_that_depends_on_the_size_raises(weights, batch):
     def loss(w, batch):
         z = logits(w, batch)
