@@ -212,7 +212,7 @@ def _given_axes(args: Any, kwargs: Any, in_axes: Any) -> list[_Axis]:
     """Returns the axis of examples of each leaf of the arguments."""
     if in_axes is None:
         of_args = [None, *map(_guessed_axes, args[1:])]
-    elif isinstance(in_axes, int):
+    elif isinstance(in_axes, (int, np.integer)):
         of_args = [in_axes] * len(args)
     else:
         of_args = list(in_axes)
@@ -262,7 +262,7 @@ def _axes_of_leaves(axes: Any, argument: Any) -> list[_Axis]:
 def _axis_of_leaf(axis: Any, leaf: Any) -> _Axis:
     if axis is None or not _is_array(leaf):
         return None
-    if not isinstance(axis, int) or isinstance(axis, bool):
+    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
         raise TypeError(
             f"`accumulate(in_axes=...)` must hold integers and `None`, but got "
             f"`{axis!r}`."
@@ -410,7 +410,7 @@ class _Traces:
             self.reason = _reason(examples)
             if self.reason:
                 return None
-            found = pair(self._whole, part)
+            found = pair(examples, part)
         except NotSeparableError as error:
             self.reason = str(error)
             return None
@@ -480,7 +480,8 @@ def _reason(examples: Examples) -> str:
     read = examples.read_by_tail()
     if read.intersection(examples.made_with_rows()):
         return "a loop or a call returns parts for each example and a value for all"
-    if any(examples.status_of(a).keys & examples.drawn for a in read):
+    shared = examples.shared.union(*(examples.status_of(a).keys for a in read))
+    if shared & examples.drawn:
         return (
             "a key draws numbers both for examples and for the batch as a whole: pass "
             "two keys"

@@ -128,7 +128,36 @@ def with_an_update_of_features(w, batch):
     return jnp.sum(changed.at[jnp.arange(len(z)), batch["y"]].mul(2) ** 2)
 
 
+@jax.custom_vjp
+def straight_through(w):
+    return jnp.round(w)
+
+
+straight_through.defvjp(lambda w: (jnp.round(w), None), lambda _, g: (g,))
+
+
+@jax.custom_vjp
+def product_twice(w, x):
+    return jnp.tanh(x @ w) @ w.T
+
+
+def _backward_twice(saved, g):
+    w, x = saved
+    h = jnp.tanh(x @ w)
+    d = (g @ w) * (1 - h**2)
+    return x.T @ d + g.T @ h, d @ w.T
+
+
+product_twice.defvjp(lambda w, x: (product_twice(w, x), (w, x)), _backward_twice)
+
+
+def with_rules_for_weights(w, batch):
+    h = product_twice(straight_through(w["in"]), batch["x"])
+    return jnp.mean(jnp.square(h))
+
+
 LOSSES = [
+    with_rules_for_weights,
     with_a_rule_for_each_example,
     with_an_update_of_features,
     mean,
@@ -468,7 +497,37 @@ def branch_on_rows_and_a_sum(w, batch):
     )
 
 
+def weights_of_a_clipped_gradient(w, batch):
+    return mean({**w, "in": clipped_together(w["in"])}, batch)
+
+
+@jax.custom_vjp
+def decayed(w):
+    return w
+
+
+decayed.defvjp(lambda w: (w, w), lambda w, g: (g + 0.1 * w,))
+
+
+def with_decay_in_the_backward_pass(w, batch):
+    return mean({**w, "in": decayed(w["in"])}, batch)
+
+
+def squeezed_for_one_example(w, batch):
+    z = logits(w, batch)
+    return jnp.sum(jnp.squeeze(z[:, None]).mean(0) ** 2)
+
+
+def sum_of_places(w, batch):
+    z = logits(w, batch)
+    places = jnp.broadcast_to(jnp.arange(len(z))[:, None], (len(z), 3)).sum(1)
+    return jnp.sum(z[places // 3])
+
+
 MIXING = [
+    weights_of_a_clipped_gradient,
+    with_decay_in_the_backward_pass,
+    sum_of_places,
     rolled,
     reversed_by_index,
     halved_places,
@@ -502,6 +561,11 @@ MIXING = [
 def test_a_loss_that_mixes_examples_raises(weights, batch, loss, wrap):
     with pytest.raises(ValueError, match="cannot be computed in microbatches"):
         dafjax.accumulate(wrap(loss), 2)(weights, batch)
+
+
+def test_a_squeezed_example_raises(weights, batch):
+    with pytest.raises(ValueError, match="cannot be computed in microbatches"):
+        dafjax.accumulate(squeezed_for_one_example, SIZE)(weights, batch)
 
 
 def test_the_error_names_the_line(weights, batch):

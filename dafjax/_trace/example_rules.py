@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
+import jax.numpy as jnp
+
 from dafjax._trace.equation import Constant, Equation
 
 
@@ -43,6 +45,7 @@ class Status:
             repeats one element, or holds random numbers.
         keys: The arguments that it depends on and that may be keys of random numbers.
         columns: Of `PLACES`, which indices of the last axis hold places; `None`: all.
+        size: Of places, how many there are.
         reason: Why it is `MIXED`, for an error.
     """
 
@@ -51,6 +54,7 @@ class Status:
     inner: int = 0
     keys: frozenset[int] = frozenset()
     columns: tuple[int, ...] | None = None
+    size: int = 0
     reason: str = ""
 
     @property
@@ -104,6 +108,8 @@ def status_of_rows(
     if axis is None:
         raise MixesError("it combines examples, and not by a sum, or leaves some out")
     shapes = _shapes(eqn)
+    if not eqn.rule.is_elementwise and name_of(eqn) not in _KEEP_PLACES:
+        _check_no_places(operands)
     for shape, status in zip(shapes, operands, strict=True):
         if not status.has_rows:
             continue
@@ -123,6 +129,10 @@ def status_of_rows(
     return _rows(axis, operands)
 
 
+# They only move places, beside the functions of `_SPECIAL`.
+_KEEP_PLACES = ("name", "squeeze")
+
+
 def _of_places(eqn: Equation, operands: Sequence[Status]) -> Status:
     """Returns the status of an elementwise function of places.
 
@@ -131,7 +141,8 @@ def _of_places(eqn: Equation, operands: Sequence[Status]) -> Status:
     first, *others = operands
     kinds = [status.kind for status in operands]
     name = name_of(eqn)
-    if name == "convert_element_type":
+    is_integer = jnp.issubdtype(eqn.params.get("new_dtype", bool), jnp.integer)
+    if name == "convert_element_type" and is_integer:
         return first
     if kinds == [Kind.PLACES, Kind.SAME]:
         if name == "add":
@@ -146,11 +157,12 @@ def _of_places(eqn: Equation, operands: Sequence[Status]) -> Status:
 
 def _rows(axis: int, operands: Sequence[Status]) -> Status:
     found = [status for status in operands if status.has_rows]
-    kinds = {(status.kind, status.columns) for status in found}
+    kinds = {(status.kind, status.columns, status.size) for status in found}
     if len(kinds) > 1:
         raise MixesError(PLACES)
-    ((kind, columns),) = kinds
-    return Status(kind, axis, common_inner(found), columns=columns)
+    ((kind, columns, size),) = kinds
+    inner = common_inner(found)
+    return Status(kind, axis, inner, columns=columns, size=size)
 
 
 def common_inner(statuses: Iterable[Status]) -> int:
@@ -193,7 +205,8 @@ def _reshape(
     # Elements from one example to the next, and from one index of the axis to the next.
     stride = status.inner * math.prod(shape[status.axis + 1 :])
     step = math.prod(aval.shape[axis + 1 :])
-    if stride % step:
+    is_longer = aval.shape[axis] > shape[status.axis]
+    if stride % step or (is_longer and not status.inner):
         raise MixesError(OTHERS)
     return dataclasses.replace(_rows(axis, operands), inner=stride // step)
 
@@ -246,7 +259,9 @@ def _concatenate(
     if along != len(aval.shape) - 1 or set(lengths) != {1}:
         raise MixesError(PLACES)
     columns = tuple(n for n, kind in enumerate(kinds) if kind is Kind.PLACES)
-    return Status(Kind.PLACES, axis, common_inner(operands), columns=columns)
+    size = next(s.size for s in operands if s.kind is Kind.PLACES)
+    inner = common_inner(operands)
+    return Status(Kind.PLACES, axis, inner, columns=columns, size=size)
 
 
 def _product(
@@ -308,6 +323,7 @@ def _lookup(
         _Indexed(
             table,
             indices,
+            length=_shapes(eqn)[0][table.axis],
             whole=eqn.params["slice_sizes"][table.axis] == _shapes(eqn)[0][table.axis],
             batching=dict(
                 zip(
@@ -335,6 +351,7 @@ def _update(
         _Indexed(
             table,
             indices,
+            length=_shapes(eqn)[0][table.axis],
             whole=table.axis not in window,
             batching=dict(
                 zip(
@@ -359,13 +376,15 @@ class _Indexed:
     Attributes:
         table: The status of the table, which has rows.
         indices: The status of the indices.
-        whole: Whether each index takes the whole axis of examples.
+        length: How long the axis of examples is.
+        whole: Whether each index takes all of it.
         batching: The axes that table and indices share.
         indexed: The axes of the table that indices count, in the order of columns.
     """
 
     table: Status
     indices: Status
+    length: int
     whole: bool
     batching: Mapping[int, int]
     indexed: Sequence[int]
@@ -380,7 +399,9 @@ def _indexed(axis: int, found: _Indexed) -> Status:
         return _rows(axis, [table])
     if indices.kind is Kind.PLACES and table.axis in found.indexed:
         columns = indices.columns or tuple(range(len(found.indexed)))
-        if columns == (found.indexed.index(table.axis),):
+        if indices.size == found.length and columns == (
+            found.indexed.index(table.axis),
+        ):
             return _rows(axis, [table])
     raise MixesError(OTHERS)
 

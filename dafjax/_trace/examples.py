@@ -31,6 +31,7 @@ from dafjax._trace.equation import (
 )
 from dafjax._trace.example_rules import (
     OTHERS,
+    PLACES,
     SOME,
     UNKNOWN,
     Kind as Kind,
@@ -55,11 +56,13 @@ class Examples:
         graph: Its program for the whole batch.
         status: The status of each value.
         drawn: The arguments, keys of random numbers, that examples draw from.
+        shared: Those that numbers for the whole batch are drawn from.
     """
 
     graph: Graph
     status: Mapping[int, Status]
     drawn: frozenset[int]
+    shared: frozenset[int]
 
     def status_of(self, atom: Atom) -> Status:
         """Returns the status of a value or a constant."""
@@ -115,24 +118,26 @@ def follow_examples(
         NotSeparableError: The programs differ in more than the number of examples.
     """
     walk = _Walk(sizes)
-    return Examples(whole, walk.run(whole, other, arguments), frozenset(walk.drawn))
+    status = walk.run(whole, other, arguments)
+    return Examples(whole, status, frozenset(walk.drawn), frozenset(walk.shared))
 
 
 # An equation of the whole batch, if there is one, and one of a microbatch.
 Pair: TypeAlias = tuple[Equation | None, Equation]
 
 
-def pair(whole: Graph, part: Graph) -> tuple[dict[int, Atom], list[Pair]]:
+def pair(examples: Examples, part: Graph) -> tuple[dict[int, Atom], list[Pair]]:
     """Finds the values of the whole batch in the program of a microbatch.
 
     The program of a single example may lack changes of shapes, or have others.
 
     Returns:
-        For each value of `whole`, the value of `part`; and the equations of `part`.
+        For each value, the value of `part`; and the equations of `part`.
 
     Raises:
         NotSeparableError: The programs differ in more than the number of examples.
     """
+    whole = examples.graph
     found: dict[int, Atom] = {n: n for n in range(whole.num_inputs)}
     # For each value of `part`, the value whose elements it has in another shape.
     roots: dict[Atom, Atom] = {}
@@ -153,7 +158,14 @@ def pair(whole: Graph, part: Graph) -> tuple[dict[int, Atom], list[Pair]]:
         elif other is None:
             ((value,), (operand,)) = eqn.outputs, eqn.input_values
             found[value] = found[operand]
-        elif agree(eqn.operand_atoms, other.operand_atoms):
+        elif not agree(eqn.operand_atoms, other.operand_atoms):
+            raise NotSeparableError(_differ(eqn, other))
+        elif _reshapes(eqn):
+            ((made,), (operand,)) = other.outputs, other.input_values
+            found[eqn.outputs[0]] = made
+            roots[made] = root(operand)
+            equations.append((eqn, other))
+        elif _fit(examples, eqn, part, other):
             found.update(zip(eqn.outputs, other.outputs, strict=True))
             equations.append((eqn, other))
         else:
@@ -173,6 +185,7 @@ class _Walk:
 
     Attributes:
         drawn: The arguments that examples draw random numbers from.
+        shared: Those that numbers for the whole batch are drawn from.
     """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
@@ -180,6 +193,7 @@ class _Walk:
         # How deep in bodies the walk is; 1 in the function itself.
         self._depth = 0
         self.drawn: set[int] = set()
+        self.shared: set[int] = set()
 
     def run(
         self, whole: Graph, other: Graph, arguments: Sequence[Status]
@@ -218,6 +232,8 @@ class _Walk:
                 return self._walk(eqn, other, operands)
             if not any(status.has_rows for status in operands):
                 found = self._walk(eqn, other, operands)
+                if self._depth > 1 and all(s.kind is Kind.SUM for s in found):
+                    return found
                 if not any(status.has_rows for status in found):
                     return [_LATE] * len(found)
             reason = "it computes each example from a sum over all"
@@ -281,7 +297,10 @@ class _Walk:
         if any(status.is_late for status in operands):
             if has_rows or axis is not None:
                 raise MixesError("it computes each example from a sum over all")
-            return _LATE
+            # In a derivative rule, gradients of shared values are sums of several.
+            are_sums = all(status.kind is Kind.SUM for status in operands)
+            is_sum = self._depth > 1 and are_sums and name_of(eqn) in _ADDITIVE
+            return Status(Kind.SUM) if is_sum else _LATE
         if not has_rows:
             return self._without_rows(eqn, axis, operands, whole)
         found = status_of_rows(eqn, whole, axis, operands)
@@ -292,6 +311,8 @@ class _Walk:
     ) -> Status:
         keys = frozenset[int]().union(*(status.keys for status in operands))
         if axis is None:
+            if eqn.rule.cost is Cost.DRAW:
+                self.shared |= keys
             return Status(Kind.SAME, keys=keys)
         if eqn.rule.cost is Cost.DRAW:
             if not keys:
@@ -303,8 +324,11 @@ class _Walk:
         elif name_of(eqn) not in ("broadcast_in_dim", "iota"):
             raise MixesError(UNKNOWN)
         counts = name_of(eqn) == "iota" and eqn.params["dimension"] == axis
+        if counts and whole.shape[axis] != self._sizes[0]:
+            raise MixesError(PLACES)
         kind = Kind.PLACES if counts else Kind.ROWS
-        return self._with_inner(Status(kind, axis), whole)
+        status = Status(kind, axis, size=self._sizes[0] if counts else 0)
+        return self._with_inner(status, whole)
 
     def _with_inner(self, status: Status, aval: Any) -> Status:
         """Returns a status whose `inner` fits the length of the axis."""
@@ -329,7 +353,11 @@ class _Walk:
                 "it computes with a sum over the examples inside of a function that "
                 "has a derivative rule of its own"
             )
-        if name_of(eqn).startswith("custom_vjp") and not is_wrapped(called[0]):
+        # The rule of a `custom_jvp` is linear in the tangents.
+        has_rows = any(status.has_rows for status in operands)
+        is_any_rule = name_of(eqn).startswith("custom_vjp")
+        is_ruled = is_any_rule or name_of(eqn).startswith("custom_jvp")
+        if is_ruled and not is_wrapped(called[0]) and (is_any_rule or has_rows):
             self._check_rule(eqn, other, operands, found)
         return found
 
@@ -343,11 +371,14 @@ class _Walk:
         """Raises if the derivative rule of a function mixes examples."""
         pulled = [trace_pullback(e) for e in (eqn, other)]
         arguments = [_status_of_input(eqn, operands, n) for n in range(len(eqn.inputs))]
-        # Sums have one cotangent for all examples.
-        cotangents = [s if s.has_rows else _SAME for s in _of_outputs(eqn, results)]
+        # A sum has one cotangent for all examples. The cotangent of a value that all
+        # examples share is a sum over them.
+        of_kind = {Kind.SUM: _SAME, Kind.SAME: Status(Kind.SUM)}
+        cotangents = [of_kind.get(s.kind, s) for s in _of_outputs(eqn, results)]
         found = self._results(pulled, [*arguments, *cotangents])
-        for status in found:
-            if status.kind in (Kind.MIXED, Kind.LATE):
+        zeros = _are_zeros(flatten(pulled[0]))
+        for status, is_zero in zip(found, zeros, strict=True):
+            if not (status.has_rows or status.kind is Kind.SUM or is_zero):
                 raise MixesError(
                     "its derivative rule computes one example from others, or from "
                     "their number"
@@ -404,12 +435,24 @@ class _Walk:
         return joined
 
 
+# Of sums over microbatches they make the sum of their results.
+_ADDITIVE = ("add", "add_any", "neg", "reshape", "squeeze", "sub", "transpose")
+
 _BODIES: Mapping[str, Callable[..., Sequence[Status]]] = {
     **dict.fromkeys(CALLS | RULED_CALLS, _Walk.of_call),
     "scan": _Walk.of_scan,
     "while": _Walk.of_while,
     "cond": _Walk.of_cond,
 }
+
+
+def _are_zeros(graph: Graph) -> list[bool]:
+    """Returns, for each output of a program, whether it is filled with zeros."""
+    filled = {e.outputs[0] for e in graph.equations if e.outputs and e.filling == 0}
+    return [
+        bool(np.all(atom.value == 0)) if isinstance(atom, Constant) else atom in filled
+        for atom in graph.outputs
+    ]
 
 
 def _status_of_input(eqn: Equation, operands: Sequence[Status], number: int) -> Status:
@@ -486,6 +529,25 @@ def _are_alike(eqn: Equation, other: Equation) -> bool:
         len(a) == len(b)
         for a, b in ((first.invars, second.invars), (eqn.outputs, other.outputs))
     )
+
+
+def _fit(examples: Examples, eqn: Equation, part: Graph, other: Equation) -> bool:
+    """Returns whether equations compute the same, for more and for fewer examples."""
+    for value, of_part in zip(eqn.outputs, other.outputs, strict=True):
+        status = examples.status[value]
+        shapes = [
+            tuple(g.avals[v].shape)
+            for g, v in ((examples.graph, value), (part, of_part))
+        ]
+        if status.has_rows and len(shapes[0]) == len(shapes[1]):
+            del_axis = [s[: status.axis] + s[status.axis + 1 :] for s in shapes]
+            if del_axis[0] != del_axis[1]:
+                return False
+        elif status.kind is not Kind.MIXED and shapes[0] != shapes[1]:
+            return False
+    lengths = (*_LENGTHS, "dimension_numbers")
+    names = [name for name in eqn.params if name not in lengths]
+    return all(_is_same_param(eqn.params[n], other.params.get(n)) for n in names)
 
 
 def _reshapes(eqn: Equation) -> bool:
