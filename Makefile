@@ -90,6 +90,9 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.gradient_noise
 	$(RUN) -m benchmarks.zoo_memory
 	$(RUN) -m benchmarks.memory_model
+	$(RUN) -m benchmarks.memory_limits
+	$(RUN) -m benchmarks.memory_limits --accumulate \
+	  --out benchmarks/results/memory_limits_accumulate.json
 	$(RUN) -m benchmarks.passes
 	$(RUN) -m benchmarks.codec_throughput
 	$(RUN) -m benchmarks.block_layout
