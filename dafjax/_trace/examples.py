@@ -199,17 +199,19 @@ class _Walk:
         self, whole: Graph, other: Graph, arguments: Sequence[Status]
     ) -> dict[int, Status]:
         """Returns the status of each value of `whole`."""
-        self._depth += 1
-        status = dict(enumerate(arguments))
         if list(map(name_of, whole.equations)) != list(map(name_of, other.equations)):
             pairs = itertools.zip_longest(whole.equations, other.equations)
             first = next(p for p in pairs if None in p or not _are_alike(*p))
             raise NotSeparableError(_differ(*first))
-        for eqn, of_other in zip(whole.equations, other.equations, strict=True):
-            operands = [_status(a, status) for a in eqn.operand_atoms]
-            found = self._guarded(eqn, of_other, operands)
-            status.update(zip(eqn.outputs, found, strict=True))
-        self._depth -= 1
+        status = dict(enumerate(arguments))
+        self._depth += 1
+        try:
+            for eqn, of_other in zip(whole.equations, other.equations, strict=True):
+                operands = [_status(a, status) for a in eqn.operand_atoms]
+                found = self._guarded(eqn, of_other, operands)
+                status.update(zip(eqn.outputs, found, strict=True))
+        finally:
+            self._depth -= 1
         return status
 
     def _results(
