@@ -438,7 +438,10 @@ class _Walk:
 
 
 # Of sums over microbatches they make the sum of their results.
-_ADDITIVE = ("add", "add_any", "neg", "reshape", "squeeze", "sub", "transpose")
+_ADDITIVE = (
+    *("add", "add_any", "broadcast_in_dim", "neg", "reduce_sum", "reshape"),
+    *("squeeze", "sub", "transpose"),
+)
 
 _BODIES: Mapping[str, Callable[..., Sequence[Status]]] = {
     **dict.fromkeys(CALLS | RULED_CALLS, _Walk.of_call),
