@@ -1,10 +1,8 @@
 """`accumulate`: the loss of a batch and its gradient, a microbatch at a time."""
 
-import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +10,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from dafjax._contexts import current_choice, recording
+from dafjax._batched import Arguments, find_examples, is_key, name_of_function
+from dafjax._contexts import Transform, current_choice, listing_wraps
 from dafjax._microbatches import Microbatches
-from dafjax._numbers import Array, shown
-from dafjax._trace.examples import (
-    Examples,
-    Kind,
-    NotSeparableError,
-    Status,
-    follow_examples,
-    pair,
-)
+from dafjax._numbers import Array, as_count
+from dafjax._trace.examples import Examples, Kind, Status, follow_examples
 from dafjax._trace.graph import Graph, flatten
+from dafjax._trace.paired import NotSeparableError, pair
 from dafjax._trace.residuals import is_differentiable
 from dafjax._trace.tracing import ClosedJaxpr, trace
 
@@ -41,12 +34,12 @@ def accumulate(
     microbatch is in memory at a time. To save more, wrap the loss by `remat_compress`
     first: `dafjax.accumulate(dafjax.remat_compress(loss), 8)`.
 
-    The loss may be any function of sums over the examples: a sum, a mean, a mean over
-    the tokens that a mask keeps (the mask is summed over the whole batch first), a mean
+    The loss is a function of sums over the examples: a sum, a mean, a mean over the
+    tokens that a mask keeps (the mask is summed over the whole batch first), a mean
     plus a penalty on the parameters. If the gradient depends on the sums in another
     way, as for the root of a mean, a first loop computes these sums. A loss that
     computes one example from others, as batch normalization and contrastive losses do,
-    raises an error that names the line.
+    raises an error that names the line; so does one that dafjax cannot follow.
 
     Microbatch j of m holds the examples j, j + m, j + 2 m, and so on. Keys of random
     numbers that are arguments are folded with j, so that each microbatch draws numbers
@@ -60,8 +53,9 @@ def accumulate(
             `"auto"`: as many as `dafjax.jit` chooses, or 1 without it.
         in_axes: For each positional argument, the axis that holds the examples, or
             `None` if it holds none, as in `jax.vmap`; also a pytree of these. `None`:
-            of the arguments after the first, those whose arrays have a first axis of
-            the same length. Keyword arguments are always treated in this way.
+            of the arguments after the first, those whose arrays, scalars and keys
+            aside, have a first axis of one length. Keyword arguments are always treated
+            in this way.
 
     Returns:
         A function with the signature of `fun`. Arguments that are no arrays, such as
@@ -87,16 +81,24 @@ def accumulate(
             f"`accumulate(fun)` must be given a function, but got `{fun!r}`. Wrap the "
             "loss, then differentiate it: `jax.grad(accumulate(loss, 8))`."
         )
-    count = _checked_count(microbatches)
+    count = (
+        None
+        if _is_auto(microbatches)
+        else as_count(
+            "accumulate(microbatches=...)",
+            microbatches,
+            least=1,
+            remedy='Use `"auto"` to leave it to `dafjax.jit`.',
+        )
+    )
 
     @functools.wraps(fun)
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         choice = current_choice() if count is None else None
-        number = 1 if choice is None else choice.microbatches
-        number = number if count is None else count
+        number = count or (1 if choice is None else choice.microbatches)
         if number == 1 and choice is None:
             return fun(*args, **kwargs)
-        arguments = _split_arguments(fun, args, kwargs, in_axes)
+        arguments = find_examples(fun, args, kwargs, in_axes)
         if choice is not None:
             choice.batches.append(arguments.size)
         if number == 1:
@@ -107,195 +109,8 @@ def accumulate(
     return accumulated
 
 
-def _checked_count(microbatches: Any) -> int | None:
-    if isinstance(microbatches, str) and microbatches == "auto":
-        return None
-    is_integer = isinstance(microbatches, (int, np.integer))
-    if not is_integer or isinstance(microbatches, bool):
-        raise TypeError(
-            "`accumulate(microbatches=...)` must be an integer from 1 on, or "
-            f'`"auto"`, but got `{microbatches!r}`.'
-        )
-    if microbatches < 1:
-        raise ValueError(
-            "`accumulate(microbatches=...)` must be at least 1 (the whole batch at "
-            f"once), but got {shown(microbatches)}."
-        )
-    return int(microbatches)
-
-
-# How a leaf of the arguments is split: an axis of examples, or `None`.
-_Axis: TypeAlias = int | None
-
-
-@final
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Arguments:
-    """The arguments of a call.
-
-    Attributes:
-        structure: The structure of the positional and keyword arguments.
-        leaves: Their leaves: arrays, and others.
-        axes: For each array, the axis that holds the examples, if one does.
-        size: How many examples there are.
-    """
-
-    structure: Any
-    leaves: tuple[Any, ...]
-    axes: tuple[_Axis, ...]
-    size: int
-
-    @property
-    def arrays(self) -> list[Any]:
-        """The leaves that are arrays."""
-        return [leaf for leaf in self.leaves if _is_array(leaf)]
-
-    def avals(self, size: int) -> list[Any]:
-        """Returns shapes and dtypes of the arrays, for a number of examples."""
-        return [
-            jax.typeof(x) if axis is None else _resized(x, axis, size)
-            for x, axis in zip(self.arrays, self.axes, strict=True)
-        ]
-
-    def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of these arguments as a function of the arrays."""
-
-        def of_arrays(*arrays: Any) -> Any:
-            rest = iter(arrays)
-            leaves = [next(rest) if _is_array(x) else x for x in self.leaves]
-            args, kwargs = jax.tree.unflatten(self.structure, leaves)
-            return fun(*args, **kwargs)
-
-        return of_arrays
-
-
-def _name(fun: Any) -> str:
-    """Returns the name of a function, also where some of its arguments are bound."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
-
-
-def _resized(x: Any, axis: int, size: int) -> Any:
-    shape = list(x.shape)
-    shape[axis] = size
-    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-
-def _is_key(x: Any) -> bool:
-    """Returns whether an array may hold keys of random numbers."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return True
-    return x.dtype == jnp.uint32 and tuple(x.shape[-1:]) in ((2,), (4,))
-
-
-def _split_arguments(
-    fun: Callable[..., Any], args: Any, kwargs: Any, in_axes: Any
-) -> _Arguments:
-    """Finds which arguments hold examples."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    axes = _given_axes(args, kwargs, in_axes)
-    pairs = [(x, axis) for x, axis in zip(leaves, axes, strict=True) if _is_array(x)]
-    sizes = {x.shape[axis] for x, axis in pairs if axis is not None}
-    if len(sizes) != 1:
-        raise _no_batch(fun, args, kwargs, axes)
-    return _Arguments(
-        structure, tuple(leaves), tuple(axis for _, axis in pairs), sizes.pop()
-    )
-
-
-def _given_axes(args: Any, kwargs: Any, in_axes: Any) -> list[_Axis]:
-    """Returns the axis of examples of each leaf of the arguments."""
-    if in_axes is None:
-        of_args = [None, *map(_guessed_axes, args[1:])]
-    elif isinstance(in_axes, (int, np.integer)):
-        of_args = [in_axes] * len(args)
-    else:
-        of_args = list(in_axes)
-    if len(of_args) != len(args):
-        raise ValueError(
-            "`accumulate(in_axes=...)` must have one entry for each positional "
-            f"argument, but got {len(of_args)} entries, `{in_axes!r}`, for "
-            f"{len(args)} arguments."
-        )
-    of_kwargs = {name: _guessed_axes(x) for name, x in kwargs.items()}
-    axes: list[_Axis] = []
-    for axis, argument in zip(of_args, args, strict=True):
-        axes.extend(_axes_of_leaves(axis, argument))
-    for name in sorted(kwargs):
-        axes.extend(_axes_of_leaves(of_kwargs[name], kwargs[name]))
-    return axes
-
-
-def _guessed_axes(argument: Any) -> Any:
-    """Returns 0 for all arrays of an argument if their first axes have one length.
-
-    Scalars and keys hold no examples.
-    """
-    leaves = jax.tree.leaves(argument)
-    holds = [_is_array(x) and x.shape and not _is_key(x) for x in leaves]
-    lengths = {x.shape[0] for x in itertools.compress(leaves, holds)}
-    if len(lengths) != 1:
-        return None
-    axes = [0 if found else None for found in holds]
-    return jax.tree.unflatten(jax.tree.structure(argument), axes)
-
-
-def _axes_of_leaves(axes: Any, argument: Any) -> list[_Axis]:
-    """Returns the axis of each leaf, given a pytree of axes that is a prefix."""
-    try:
-        spread = jax.tree.broadcast(axes, argument, is_leaf=lambda axis: axis is None)
-    except ValueError as error:
-        raise ValueError(
-            f"`accumulate(in_axes=...)`: `{axes!r}` does not fit an argument of the "
-            f"structure {jax.tree.structure(argument)}. Give `None`, an axis, or a "
-            "pytree of these with the argument's structure."
-        ) from error
-    of_leaves = jax.tree.structure(argument).flatten_up_to(spread)
-    return list(map(_axis_of_leaf, of_leaves, jax.tree.leaves(argument)))
-
-
-def _axis_of_leaf(axis: Any, leaf: Any) -> _Axis:
-    if axis is None or not _is_array(leaf):
-        return None
-    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-        raise TypeError(
-            f"`accumulate(in_axes=...)` must hold integers and `None`, but got "
-            f"`{axis!r}`."
-        )
-    if not -leaf.ndim <= axis < leaf.ndim:
-        raise ValueError(
-            f"`accumulate(in_axes=...)` names the axis {axis} of an array of shape "
-            f"{leaf.shape}."
-        )
-    return axis % leaf.ndim
-
-
-def _no_batch(
-    fun: Callable[..., Any], args: Any, kwargs: Any, axes: Sequence[_Axis]
-) -> ValueError:
-    found = [
-        f"{_path(path)}: {x.shape}"
-        for (path, x), axis in zip(
-            jax.tree.leaves_with_path((args, kwargs)), axes, strict=True
-        )
-        if axis is not None
-    ]
-    listed = ", ".join(found) or "none"
-    return ValueError(
-        f"`accumulate`: the arguments of `{_name(fun)}` that hold "
-        f"examples must have one number of examples, but there are {listed}. Say which "
-        "axes hold examples: `in_axes=(None, 0)` splits the second of two arguments."
-    )
-
-
-def _path(path: tuple[Any, ...]) -> str:
-    group = "args" if path[0].idx == 0 else "kwargs"
-    return group + jax.tree_util.keystr(path[1:])
+def _is_auto(microbatches: Any) -> bool:
+    return isinstance(microbatches, str) and microbatches == "auto"
 
 
 def _check_divides(number: int, size: int) -> None:
@@ -307,10 +122,10 @@ def _check_divides(number: int, size: int) -> None:
         )
 
 
-def _run(fun: Callable[..., Any], arguments: _Arguments, number: int) -> Any:
+def _run(fun: Callable[..., Any], arguments: Arguments, number: int) -> Any:
     """Returns the results of the function for the whole batch."""
     traces = _Traces(fun, arguments, number, opens=False)
-    wraps = traces.recorder.wraps_of_scalars
+    wraps = traces.wraps.of_scalars
     batch = None
     if not wraps:
         batch = traces.split(_unchanged)
@@ -325,18 +140,15 @@ def _run(fun: Callable[..., Any], arguments: _Arguments, number: int) -> Any:
     return jax.tree.unflatten(traces.structure, results)
 
 
-def _check_results(fun: Callable[..., Any], whole: Any, structure: Any) -> None:
-    results = whole.out_avals
-    is_pair = jax.tree_util.treedef_children(structure)
-    first = results[0] if results else None
-    is_alone = len(results) == 1
-    starts = is_alone or (
-        structure.num_nodes > 1 and len(is_pair) == 2 and is_pair[0].num_leaves == 1
-    )
-    if first is None or first.shape != () or not starts:
+def _check_results(fun: Callable[..., Any], whole: ClosedJaxpr, structure: Any) -> None:
+    """Raises if a function returns no scalar, nor a pair that begins with one."""
+    results: Any = whole.out_avals
+    parts = jax.tree_util.treedef_children(structure)
+    is_pair = len(parts) == 2 and parts[0].num_leaves == 1
+    if not (len(results) == 1 or is_pair) or results[0].shape != ():
         raise TypeError(
-            f"`accumulate(fun)`: `{_name(fun)}` must return a "
-            "scalar, or a pair of a scalar and auxiliary results, but got "
+            f"`accumulate(fun)`: `{name_of_function(fun)}` must return a scalar, or a "
+            "pair of a scalar and auxiliary results, but got "
             f"{jax.tree.unflatten(structure, results)!r}."
         )
 
@@ -347,7 +159,7 @@ def _is_same_const(const: Any, other: Any) -> bool:
     return const.shape == other.shape and np.array_equal(const, other)
 
 
-def _of_arguments(arguments: _Arguments, offset: int) -> list[Status]:
+def _of_arguments(arguments: Arguments, offset: int) -> list[Status]:
     return [
         _same(n, x) if axis is None else Status(Kind.ROWS, axis, 1)
         for n, (x, axis) in enumerate(
@@ -357,13 +169,14 @@ def _of_arguments(arguments: _Arguments, offset: int) -> list[Status]:
 
 
 def _same(number: int, x: Any) -> Status:
-    keys = frozenset([number]) if _is_key(x) else frozenset[int]()
+    keys = frozenset([number]) if is_key(x) else frozenset[int]()
     return Status(Kind.SAME, keys=keys)
 
 
 def _not_separable(fun: Callable[..., Any], reason: str) -> NotSeparableError:
     return NotSeparableError(
-        f"`accumulate`: `{_name(fun)}` cannot be computed in microbatches: {reason}."
+        f"`accumulate`: `{name_of_function(fun)}` cannot be computed in microbatches: "
+        f"{reason}."
     )
 
 
@@ -374,14 +187,14 @@ class _Traces:
     Attributes:
         consts: The arrays that the function closes over.
         structure: The structure of its results.
-        recorder: The wrapped functions that it calls.
+        wraps: The wrapped functions that it calls.
         reason: Why it cannot be split.
     """
 
     def __init__(
         self,
         fun: Callable[..., Any],
-        arguments: _Arguments,
+        arguments: Arguments,
         number: int,
         *,
         opens: bool,
@@ -391,14 +204,14 @@ class _Traces:
         self._part_size = arguments.size // number
         self._number = number
         self._opens = opens
-        with recording(opens=opens) as self.recorder:
+        with listing_wraps(opens=opens) as self.wraps:
             whole, self.consts, self.structure = self._trace(arguments.size)
         _check_results(fun, whole, self.structure)
         self._whole = self._flat(whole)
         self._examples: Examples | None = None
         self.reason = ""
 
-    def split(self, wrap: Callable[..., Callable[..., Any]]) -> Microbatches | None:
+    def split(self, wrap: Transform) -> Microbatches | None:
         """Returns the function with its batch split; `None` if it cannot be.
 
         Args:
@@ -410,16 +223,17 @@ class _Traces:
             self.reason = _reason(examples)
             if self.reason:
                 return None
-            found = pair(examples, part)
+            of_part, equations = pair(self._whole, examples.status, part)
         except NotSeparableError as error:
             self.reason = str(error)
             return None
-        return Microbatches(examples, *found, self._part_size, self._number, wrap)
+        sizes = self._part_size, self._number
+        return Microbatches(examples, of_part, equations, *sizes, wrap)
 
-    def wraps_of_mixed(self) -> list[Callable[..., Callable[..., Any]]]:
+    def wraps_of_mixed(self) -> list[Transform]:
         """Returns how functions are wrapped that cannot stay whole."""
         if self._examples is None:
-            return [wrap for wrap, _ in self.recorder.wraps]
+            return [wrap for wrap, _ in self.wraps.found]
         status = self._examples.status
         return [
             functools.partial(jax.checkpoint, policy=eqn.params["policy"])
@@ -442,7 +256,7 @@ class _Traces:
     def _traced(self, size: int) -> Graph:
         """Returns the program for some number of examples."""
         try:
-            with recording(opens=self._opens):
+            with listing_wraps(opens=self._opens):
                 closed, consts, _ = self._trace(size)
         except Exception as error:
             # It ran for the whole batch.

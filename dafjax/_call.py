@@ -197,7 +197,7 @@ def unwritten(fun: Callable[..., Any], arguments: Any) -> Iterator[None]:
         pairs = zip(found, leaves, strict=False)
         written = [(*path, *inside) for (inside, leaf), old in pairs if leaf is not old]
         if written or len(found) != len(leaves):
-            place = _name_of((*written, path)[0])
+            place = name_of_path((*written, path)[0])
             raise ValueError(
                 f"`remat_compress`: `{getattr(fun, '__name__', fun)}` writes to its "
                 f"argument `{place}`, and what it writes would be lost. Return it; or, "
@@ -206,7 +206,7 @@ def unwritten(fun: Callable[..., Any], arguments: Any) -> Iterator[None]:
             )
 
 
-def _name_of(path: tuple[Any, ...]) -> str:
+def name_of_path(path: tuple[Any, ...]) -> str:
     """Formats a path in the pair `(args, kwargs)` for an error message."""
     group = "args" if path[0].idx == 0 else "kwargs"
     return group + jax.tree_util.keystr(path[1:])
@@ -262,7 +262,8 @@ def _check_arrays(call: Call) -> None:
         except TypeError:
             raise TypeError(
                 "`remat_compress`: arguments must be pytrees of arrays, but "
-                f"`{_name_of(path)}` is `{leaf!r}` of type `{type(leaf).__name__}`. "
+                f"`{name_of_path(path)}` is `{leaf!r}` of type "
+                f"`{type(leaf).__name__}`. "
                 "Name arguments that are not arrays in `static_argnums` or "
                 "`static_argnames`."
             ) from None

@@ -158,41 +158,43 @@ def current_choice() -> Choice | None:
 
 
 @final
-class Recorder:
+class WrapList:
     """Lists the wrapped functions that a trace calls.
 
     Each instance is equal only to itself, and is part of the keys of JAX's caches.
 
     Attributes:
         opens: Whether the functions themselves are traced, without the wrapper.
-        wraps: For each call, how the function was wrapped, and its results.
+        found: For each call, how the function was wrapped, and its results.
     """
 
     def __init__(self, *, opens: bool) -> None:
         self.opens = opens
-        self.wraps: list[tuple[Transform, Sequence[Any]]] = []
+        self.found: list[tuple[Transform, Sequence[Any]]] = []
 
     @property
-    def wraps_of_scalars(self) -> list[Transform]:
+    def of_scalars(self) -> list[Transform]:
         """How functions were wrapped that return a scalar, as a loss does."""
-        return [wrap for wrap, found in self.wraps if any(x.ndim == 0 for x in found)]
+        return [
+            wrap for wrap, results in self.found if any(x.ndim == 0 for x in results)
+        ]
 
 
 @contextlib.contextmanager
-def recording(*, opens: bool) -> Iterator[Recorder]:
+def listing_wraps(*, opens: bool) -> Iterator[WrapList]:
     """Lists the wrapped functions that are called within a `with` block."""
-    recorder = Recorder(opens=opens)
-    with _RECORDER(recorder):
-        yield recorder
+    wraps = WrapList(opens=opens)
+    with _WRAPS(wraps):
+        yield wraps
 
 
 # Unlike a `contextvars.ContextVar`, it is part of the keys of JAX's caches.
-_RECORDER: Any = jax.make_user_context(None)
+_WRAPS: Any = jax.make_user_context(None)
 
 
-def current_recorder() -> Recorder | None:
+def current_wraps() -> WrapList | None:
     """Returns the active list of wrapped functions, if any."""
-    return _RECORDER.value
+    return _WRAPS.value
 
 
 @final

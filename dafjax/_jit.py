@@ -16,7 +16,7 @@ from dafjax._contexts import Choice, Mode, choosing
 from dafjax._estimate import StepMemory, measure, nothing_is_wrapped
 from dafjax._memory.predict import predict_temp_nbytes
 from dafjax._numbers import align, parse_nbytes, readable
-from dafjax._trace.examples import NotSeparableError
+from dafjax._trace.paired import NotSeparableError
 from dafjax._trace.tracing import is_tracing, trace_context
 
 
@@ -260,7 +260,7 @@ class _Search:
         """Returns the options that were chosen, and why."""
         best: Choice | None = None
         for _ in range(_MOST_COMPILES):
-            choice = self._next(best)
+            choice = self._next()
             if choice is None:
                 break
             if self._compile(choice).total_nbytes <= self._limit:
@@ -317,12 +317,12 @@ class _Search:
             return None
         return choices[bisect.bisect_left(choices, True, key=fits)]
 
-    def _next(self, best: Choice | None) -> Choice | None:
-        """Returns what to compile next: less noisy than the best so far."""
+    def _next(self) -> Choice | None:
+        """Returns the next program to compile; `None` if none less noisy may fit."""
         for kind in _KINDS:
             choice = self._fitting(kind)
             if choice is not None:
-                # The best so far, or what the compiler's figure says of it.
+                # For a compiled program, `_predict` returns the compiler's figure.
                 return None if choice in self._compiled else choice
         most = self._numbers()[-1]
         left = [self._choice(kind, most) for kind in _KINDS]

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import operator
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -20,18 +19,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dafjax._numbers import Array
+from dafjax._contexts import Transform
+from dafjax._numbers import Array, sum_dtype
 from dafjax._trace.bodies import perturbed_values_of
 from dafjax._trace.equation import (
     Atom,
     Equation,
-    evaluate,
+    evaluate_all,
     look_up,
     values_of,
     with_literals_of,
 )
-from dafjax._trace.examples import Examples, Kind, Pair, Status
+from dafjax._trace.examples import Examples, Kind, Status
 from dafjax._trace.graph import flatten, live_equations
+from dafjax._trace.paired import Pair
 from dafjax._trace.tracing import trace
 
 
@@ -54,7 +55,7 @@ class Microbatches:
     equations: Sequence[Pair]
     part_size: int
     number: int
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    wrap: Transform
 
     @functools.cached_property
     def sums(self) -> tuple[int, ...]:
@@ -74,7 +75,7 @@ class Microbatches:
 
     def values(self, inputs: Sequence[Array]) -> list[Array]:
         """Returns the results of the function."""
-        made, _ = self._loop(inputs, (*self.sums, *self.rows))
+        made, _ = self._loop(inputs, (*self.sums, *self.rows), (), {})
         return self._results(inputs, made)
 
     def values_and_gradients(
@@ -95,7 +96,7 @@ class Microbatches:
             arguments=[n for n in wanted if not self._status(n).has_rows],
         )
         first = tail.sums_read(inputs)
-        known, _ = self._loop(inputs, first) if first else ({}, {})
+        known, _ = self._loop(inputs, first, (), {}) if first else ({}, {})
         cotangents, _ = tail.gradients(inputs, known)
         left = [v for v in (*self.sums, *self.rows) if v not in known]
         made, gradients = self._loop(inputs, left, wanted, cotangents)
@@ -136,9 +137,7 @@ class Microbatches:
             if not self.examples.has_rows(eqn) and (with_effects or eqn.outputs)
         ]
         env: dict[int, Any] = dict(enumerate(inputs)) | dict(made)
-        for eqn in live_equations(equations, outputs):
-            results = evaluate(eqn, look_up(eqn.inputs, env))
-            env.update(zip(eqn.outputs, results, strict=True))
+        evaluate_all(live_equations(equations, outputs), env)
         return list(map(jnp.asarray, look_up(outputs, env)))
 
     def _body(self, wanted: Sequence[int]) -> Callable[..., list[Array]]:
@@ -154,9 +153,7 @@ class Microbatches:
 
         def body(*inputs: Array) -> list[Array]:
             env: dict[int, Any] = dict(enumerate(inputs))
-            for eqn in live:
-                outputs = evaluate(eqn, look_up(eqn.inputs, env))
-                env.update(zip(eqn.outputs, outputs, strict=True))
+            evaluate_all(live, env)
             return look_up(made, env)
 
         return body
@@ -176,8 +173,8 @@ class Microbatches:
         self,
         inputs: Sequence[Array],
         values: Sequence[int],
-        wanted: Sequence[int] = (),
-        cotangents: Mapping[int, Array] = types.MappingProxyType({}),
+        wanted: Sequence[int],
+        cotangents: Mapping[int, Array],
     ) -> tuple[dict[int, Array], dict[int, Array]]:
         """Runs the body for each microbatch.
 
@@ -219,7 +216,7 @@ class Microbatches:
             return total, list(itertools.compress(found, has_rows))
 
         zeros = [
-            jnp.zeros(aval.shape, _sum_dtype(aval))
+            jnp.zeros(aval.shape, sum_dtype(aval.dtype))
             for aval in itertools.compress(avals, is_sum)
         ]
         counts = jnp.arange(self.number, dtype=jnp.uint32)
@@ -324,9 +321,3 @@ def _folded(key: Array, number: Array) -> Array:
     for _ in range(key.ndim - (not is_typed)):
         fold = jax.vmap(fold, (0, None))
     return fold(key, number)
-
-
-def _sum_dtype(x: Any) -> Any:
-    """Returns the dtype for sums over microbatches."""
-    is_short = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
-    return jnp.float32 if is_short else x.dtype

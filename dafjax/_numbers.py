@@ -11,6 +11,7 @@ from collections.abc import Container, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -151,6 +152,12 @@ MOST_NBYTES = 2**62
 # A number with more than 60 digits is far too large anyway, so rounding it does no
 # harm. A number beyond all exponents becomes infinite.
 _EXACT = decimal.Context(prec=60, traps=[])
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which the parts of a sum are added."""
+    is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.float32 if is_short else dtype
 
 
 def parse_nbytes(

@@ -37,8 +37,8 @@ from dafjax._contexts import (
     Choice,
     Mode,
     current_choice,
-    current_recorder,
     current_stand_in,
+    current_wraps,
 )
 from dafjax._derivative import with_compressed_residuals
 from dafjax._numbers import shown
@@ -247,9 +247,9 @@ def _wrap(
         stand_in = current_stand_in()
         if stand_in is not None:
             return stand_in(_of_leaves(fun, call.static, structure, leaves), leaves)
-        recorder = current_recorder()
+        wraps = current_wraps()
         chosen = _chosen(fun, options, current_choice())
-        opens = recorder is not None and recorder.opens
+        opens = wraps is not None and wraps.opens
         if chosen.mode is Mode.PLAIN or opens:
             return _of_leaves(fun, call.static, structure, leaves)(*leaves)
         activations = call.leaf_numbers(
@@ -263,8 +263,8 @@ def _wrap(
         else:
             # Nothing is differentiated, and skipping the derivative rule is faster.
             results = traced.evaluate(*operands)
-        if recorder is not None:
-            recorder.wraps.append((wrap_alike, results))
+        if wraps is not None:
+            wraps.found.append((wrap_alike, results))
         return jax.tree.unflatten(traced.out_structure, results)
 
     return wrapped

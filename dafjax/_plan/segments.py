@@ -20,8 +20,7 @@ from dafjax._trace.bodies import alive_values, has_bodies
 from dafjax._trace.equation import (
     Atom,
     Equation,
-    evaluate,
-    look_up,
+    evaluate_all,
     scan_arity,
     values_of,
 )
@@ -238,10 +237,7 @@ def _segment(
 
     def run(*arguments: Any) -> list[Any]:
         env = dict(zip(inputs, arguments, strict=True))
-
-        for eqn in equations:
-            results = evaluate(eqn, look_up(eqn.inputs, env))
-            env.update(zip(eqn.outputs, results, strict=True))
+        evaluate_all(equations, env)
         return [env[v] for v in outputs]
 
     return Segment(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dafjax._native import pin, sum_together, sums_of_groups, tie, tie_tree
-from dafjax._numbers import Array, ArrayTree
+from dafjax._numbers import Array, ArrayTree, sum_dtype
 from dafjax._schedule.instructions import Chunked, Instruction, Unpack
 from dafjax._schedule.steps import Loop
 from dafjax._schedule.values import Codes, Frame, Values
@@ -134,7 +134,7 @@ class Chunks:
             return jax.tree.map(lambda x: zeros((count, *x.shape), x.dtype), like)
 
         sums = [v for eqn in loop.sums for v in eqn.outputs]
-        zero_sums = {v: zeros(avals[v].shape, _sum_dtype(avals[v].dtype)) for v in sums}
+        zero_sums = {v: zeros(avals[v].shape, sum_dtype(avals[v].dtype)) for v in sums}
         wholes = [
             rows.divide(
                 zeros(avals[v].shape, avals[v].dtype) if into is None else at_hand[into]
@@ -273,12 +273,6 @@ def _finish_sums(loop: Loop, sums: MutableMapping[int, Any]) -> None:
         for value in eqn.input_values:
             del sums[value]
         sums.update(zip(eqn.outputs, outputs, strict=True))
-
-
-def _sum_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which the chunks of a sum are added."""
-    is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.float32 if is_short else dtype
 
 
 def _as_bits(x: Array) -> Array:

@@ -60,12 +60,17 @@ class Equation:
         For an equation from `call_equation`, the name of the function. A first power is
         a `"copy"` (jax 0.9 writes the derivative of a square with one).
         """
-        name = self.jaxpr.eqns[0].primitive.name
+        name = self.jax_primitive
         if name == "integer_pow" and self.params["y"] == 1:
             return "copy"
         if name == "dot_general" and _num_terms(self.jaxpr.eqns[0]) == 1:
             return "outer_product"
         return self.params["name"] if name in _CALLS else name
+
+    @property
+    def jax_primitive(self) -> str:
+        """The primitive's name as JAX has it, also of calls and special cases."""
+        return self.jaxpr.eqns[0].primitive.name
 
     @functools.cached_property
     def rule(self) -> OpRule:
@@ -294,6 +299,13 @@ def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     jaxpr = equation.jaxpr.replace(eqns=[summing_rows(eqn, operands)])
     results = jax.core.eval_jaxpr(jaxpr, (), *operands)
     return list(tie(*results, only_on_cpus=True)) if _widens(eqn) else results
+
+
+def evaluate_all(equations: Iterable[Equation], env: dict[int, Any]) -> None:
+    """Runs equations in order. Reads values from `env`, and adds their results."""
+    for equation in equations:
+        results = evaluate(equation, look_up(equation.inputs, env))
+        env.update(zip(equation.outputs, results, strict=True))
 
 
 def _widens(eqn: jex_core.JaxprEqn) -> bool:

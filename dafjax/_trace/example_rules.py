@@ -83,11 +83,6 @@ SOME = "it takes some examples only"
 PLACES = "it computes with the places of examples in the batch"
 
 
-def name_of(eqn: Equation) -> str:
-    """Returns the name of the primitive, as JAX calls it."""
-    return eqn.jaxpr.eqns[0].primitive.name
-
-
 def status_of_rows(
     eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
 ) -> Status:
@@ -102,13 +97,13 @@ def status_of_rows(
     Raises:
         MixesError: An example depends on others.
     """
-    special = _SPECIAL.get(name_of(eqn))
+    special = _SPECIAL.get(eqn.jax_primitive)
     if special is not None:
         return special(eqn, aval, axis, operands)
     if axis is None:
         raise MixesError("it combines examples, and not by a sum, or leaves some out")
     shapes = _shapes(eqn)
-    if not eqn.rule.is_elementwise and name_of(eqn) not in _KEEP_PLACES:
+    if not eqn.rule.is_elementwise and eqn.jax_primitive not in _KEEP_PLACES:
         _check_no_places(operands)
     for shape, status in zip(shapes, operands, strict=True):
         if not status.has_rows:
@@ -116,10 +111,10 @@ def status_of_rows(
         if eqn.rule.is_elementwise:
             # A scalar or an array of lower rank would have no axis of examples.
             is_apart = status.axis == axis
-        elif name_of(eqn) not in _APART:
+        elif eqn.jax_primitive not in _APART:
             raise MixesError(UNKNOWN)
         else:
-            is_apart = _APART[name_of(eqn)](eqn.params, status.axis, len(shape))
+            is_apart = _APART[eqn.jax_primitive](eqn.params, status.axis, len(shape))
         if not is_apart:
             raise MixesError(OTHERS)
         if shape[status.axis] != aval.shape[axis]:
@@ -140,7 +135,7 @@ def _of_places(eqn: Equation, operands: Sequence[Status]) -> Status:
     """
     first, *others = operands
     kinds = [status.kind for status in operands]
-    name = name_of(eqn)
+    name = eqn.jax_primitive
     is_integer = jnp.issubdtype(eqn.params.get("new_dtype", bool), jnp.integer)
     if name == "convert_element_type" and is_integer:
         return first
@@ -271,12 +266,8 @@ def _product(
     _check_no_places(operands)
     contracted, batch = eqn.params["dimension_numbers"]
     roles = [
-        ("batch", sides[n].index(status.axis))
-        if status.axis in (sides := batch)[n]
-        else ("sum", contracted[n].index(status.axis))
-        if status.axis in contracted[n]
-        else ("free", 0)
-        for n, status in enumerate(operands)
+        _role(status.axis, *axes)
+        for status, *axes in zip(operands, contracted, batch, strict=True)
         if status.has_rows
     ]
     is_pair = len(roles) == 2 and roles[0] == roles[1]
@@ -287,6 +278,16 @@ def _product(
     if axis is not None and ((is_pair and role == "batch") or roles == [("free", 0)]):
         return _rows(axis, operands)
     raise MixesError(OTHERS)
+
+
+def _role(
+    axis: int, contracted: Sequence[int], batch: Sequence[int]
+) -> tuple[str, int]:
+    """Returns what a product does with an axis of an operand, and the axis' number."""
+    for role, axes in (("sum", contracted), ("batch", batch)):
+        if axis in axes:
+            return role, axes.index(axis)
+    return "free", 0
 
 
 def _convolution(
@@ -318,92 +319,72 @@ def _lookup(
         _check_no_places(operands)
         return _rows(axis, operands)
     numbers = eqn.params["dimension_numbers"]
-    return _indexed(
-        axis,
-        _Indexed(
-            table,
-            indices,
-            length=_shapes(eqn)[0][table.axis],
-            whole=eqn.params["slice_sizes"][table.axis] == _shapes(eqn)[0][table.axis],
-            batching=dict(
-                zip(
-                    numbers.operand_batching_dims,
-                    numbers.start_indices_batching_dims,
-                    strict=True,
-                )
-            ),
-            indexed=numbers.start_index_map,
-        ),
+    length = _shapes(eqn)[0][table.axis]
+    indexing = _Indexing(
+        length=length,
+        takes_all=eqn.params["slice_sizes"][table.axis] == length,
+        of_table=numbers.operand_batching_dims,
+        of_indices=numbers.start_indices_batching_dims,
+        counted=numbers.start_index_map,
     )
+    return indexing.status(axis, table, indices)
 
 
 def _update(
     eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
 ) -> Status:
     """Returns the status of a `scatter`."""
+    del aval
     table, indices, updates = operands
-    numbers = eqn.params["dimension_numbers"]
     if axis is None or not table.has_rows:
         raise MixesError(OTHERS)
-    window = numbers.inserted_window_dims + numbers.operand_batching_dims
-    found = _indexed(
-        axis,
-        _Indexed(
-            table,
-            indices,
-            length=_shapes(eqn)[0][table.axis],
-            whole=table.axis not in window,
-            batching=dict(
-                zip(
-                    numbers.operand_batching_dims,
-                    numbers.scatter_indices_batching_dims,
-                    strict=True,
-                )
-            ),
-            indexed=numbers.scatter_dims_to_operand_dims,
-        ),
+    numbers = eqn.params["dimension_numbers"]
+    apart = numbers.inserted_window_dims + numbers.operand_batching_dims
+    indexing = _Indexing(
+        length=_shapes(eqn)[0][table.axis],
+        takes_all=table.axis not in apart,
+        of_table=numbers.operand_batching_dims,
+        of_indices=numbers.scatter_indices_batching_dims,
+        counted=numbers.scatter_dims_to_operand_dims,
     )
     _check_no_places([updates])
     common_inner([table, updates])
-    return found
+    return indexing.status(axis, table, indices)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _Indexed:
+class _Indexing:
     """How a `gather` or `scatter` finds the part of an example in a table.
 
     Attributes:
-        table: The status of the table, which has rows.
-        indices: The status of the indices.
-        length: How long the axis of examples is.
-        whole: Whether each index takes all of it.
-        batching: The axes that table and indices share.
-        indexed: The axes of the table that indices count, in the order of columns.
+        length: How long the table's axis of examples is.
+        takes_all: Whether each index takes all of this axis.
+        of_table: The axes of the table that the indices have, too.
+        of_indices: The same axes of the indices.
+        counted: The axes of the table that indices count, in the order of columns.
     """
 
-    table: Status
-    indices: Status
     length: int
-    whole: bool
-    batching: Mapping[int, int]
-    indexed: Sequence[int]
+    takes_all: bool
+    of_table: Sequence[int]
+    of_indices: Sequence[int]
+    counted: Sequence[int]
 
-
-def _indexed(axis: int, found: _Indexed) -> Status:
-    table, indices = found.table, found.indices
-    _check_no_places([table])
-    if found.batching.get(table.axis) == indices.axis and indices.kind is Kind.ROWS:
-        return _rows(axis, [table, indices])
-    if found.whole and table.axis not in found.indexed and not indices.has_rows:
-        return _rows(axis, [table])
-    if indices.kind is Kind.PLACES and table.axis in found.indexed:
-        columns = indices.columns or tuple(range(len(found.indexed)))
-        if indices.size == found.length and columns == (
-            found.indexed.index(table.axis),
-        ):
-            return _rows(axis, [table])
-    raise MixesError(OTHERS)
+    def status(self, axis: int, table: Status, indices: Status) -> Status:
+        """Returns the status of the result, whose axis holds the examples."""
+        _check_no_places([table])
+        shared = dict(zip(self.of_table, self.of_indices, strict=True))
+        if shared.get(table.axis) == indices.axis and indices.kind is Kind.ROWS:
+            return _rows(axis, [table, indices])
+        if table.axis not in self.counted:
+            if self.takes_all and not indices.has_rows:
+                return _rows(axis, [table])
+        elif indices.kind is Kind.PLACES and indices.size == self.length:
+            columns = indices.columns or tuple(range(len(self.counted)))
+            if columns == (self.counted.index(table.axis),):
+                return _rows(axis, [table])
+        raise MixesError(OTHERS)
 
 
 def _always(params: Mapping[str, Any], axis: int, rank: int) -> bool:

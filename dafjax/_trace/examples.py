@@ -13,8 +13,8 @@ Batch normalization is no such program: it computes each example from all of the
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from dafjax._trace.equation import (
     Equation,
     bodies,
     call_instead,
-    renumber,
     scan_arity,
     values_of,
     with_constants,
@@ -38,10 +37,18 @@ from dafjax._trace.example_rules import (
     MixesError,
     Status as Status,
     common_inner,
-    name_of,
     status_of_rows,
 )
 from dafjax._trace.graph import CALLS, RULED_CALLS, Graph, flatten, is_wrapped
+from dafjax._trace.paired import (
+    LENGTHS,
+    NotSeparableError,
+    are_alike,
+    differ,
+    is_equal_atom,
+    is_same_param,
+    listed,
+)
 from dafjax._trace.residuals import trace_pullback
 from dafjax._trace.rules import Cost
 from dafjax._trace.tracing import ClosedJaxpr
@@ -99,10 +106,6 @@ class Examples:
         return any(self.status[v].is_late for v in eqn.input_values)
 
 
-class NotSeparableError(ValueError):
-    """The programs of the batch and of a microbatch differ in more than sizes."""
-
-
 def follow_examples(
     whole: Graph, other: Graph, arguments: Sequence[Status], sizes: tuple[int, int]
 ) -> Examples:
@@ -120,59 +123,6 @@ def follow_examples(
     walk = _Walk(sizes)
     status = walk.run(whole, other, arguments)
     return Examples(whole, status, frozenset(walk.drawn), frozenset(walk.shared))
-
-
-# An equation of the whole batch, if there is one, and one of a microbatch.
-Pair: TypeAlias = tuple[Equation | None, Equation]
-
-
-def pair(examples: Examples, part: Graph) -> tuple[dict[int, Atom], list[Pair]]:
-    """Finds the values of the whole batch in the program of a microbatch.
-
-    The program of a single example may lack changes of shapes, or have others.
-
-    Returns:
-        For each value, the value of `part`; and the equations of `part`.
-
-    Raises:
-        NotSeparableError: The programs differ in more than the number of examples.
-    """
-    whole = examples.graph
-    found: dict[int, Atom] = {n: n for n in range(whole.num_inputs)}
-    # For each value of `part`, the value whose elements it has in another shape.
-    roots: dict[Atom, Atom] = {}
-    equations: list[Pair] = []
-
-    def root(atom: Atom) -> Atom:
-        return roots.get(atom, atom)
-
-    def agree(first: Sequence[Atom], second: Sequence[Atom]) -> bool:
-        moved = renumber(first, found)
-        return all(map(_is_same_atom, map(root, moved), map(root, second)))
-
-    for eqn, other in _pairs(whole.equations, part.equations):
-        if eqn is None:
-            ((value,), (operand,)) = other.outputs, other.input_values
-            roots[value] = root(operand)
-            equations.append((None, other))
-        elif other is None:
-            ((value,), (operand,)) = eqn.outputs, eqn.input_values
-            found[value] = found[operand]
-        elif not agree(eqn.operand_atoms, other.operand_atoms):
-            raise NotSeparableError(_differ(eqn, other))
-        elif _reshapes(eqn):
-            ((made,), (operand,)) = other.outputs, other.input_values
-            found[eqn.outputs[0]] = made
-            roots[made] = root(operand)
-            equations.append((eqn, other))
-        elif _fit(examples, eqn, part, other):
-            found.update(zip(eqn.outputs, other.outputs, strict=True))
-            equations.append((eqn, other))
-        else:
-            raise NotSeparableError(_differ(eqn, other))
-    if not agree(whole.outputs, part.outputs):
-        raise NotSeparableError("they return other values")
-    return found, equations
 
 
 _SAME = Status(Kind.SAME)
@@ -199,10 +149,9 @@ class _Walk:
         self, whole: Graph, other: Graph, arguments: Sequence[Status]
     ) -> dict[int, Status]:
         """Returns the status of each value of `whole`."""
-        if list(map(name_of, whole.equations)) != list(map(name_of, other.equations)):
-            pairs = itertools.zip_longest(whole.equations, other.equations)
-            first = next(p for p in pairs if None in p or not _are_alike(*p))
-            raise NotSeparableError(_differ(*first))
+        for eqn, of_other in itertools.zip_longest(whole.equations, other.equations):
+            if not (eqn and of_other and are_alike(eqn, of_other)):
+                raise NotSeparableError(differ(eqn, of_other))
         status = dict(enumerate(arguments))
         self._depth += 1
         try:
@@ -241,7 +190,7 @@ class _Walk:
             reason = "it computes each example from a sum over all"
         except MixesError as error:
             reason = str(error)
-        reason = f"{reason}: {_listed(eqn)}"
+        reason = f"{reason}: {listed(eqn)}"
         return [Status(Kind.MIXED, reason=reason)] * len(eqn.outputs)
 
     def _walk(
@@ -249,10 +198,10 @@ class _Walk:
     ) -> list[Status]:
         """Returns the status of each result; raises where a result is `MIXED`."""
         self._check_constants(eqn, other, operands)
-        of_body = _BODIES.get(name_of(eqn))
+        of_body = _BODIES.get(eqn.jax_primitive)
         if of_body is not None:
             return _of_outputs(eqn, of_body(self, eqn, other, operands))
-        if name_of(eqn) == "optimization_barrier":
+        if eqn.jax_primitive == "optimization_barrier":
             return _of_outputs(eqn, operands)
         avals = [
             (v.aval, w.aval) for v, w in zip(*map(_results, (eqn, other)), strict=True)
@@ -271,7 +220,7 @@ class _Walk:
         if any(status.is_late for status in operands):
             return
         pairs = zip(eqn.operand_atoms, other.operand_atoms, strict=True)
-        same = all(map(_is_equal_atom, *zip(*pairs, strict=True))) if operands else True
+        same = all(map(is_equal_atom, *zip(*pairs, strict=True))) if operands else True
         is_scale = self._depth == 1 and eqn.rule.is_elementwise
         are_places = any(status.has_places for status in operands)
         avals = [
@@ -281,9 +230,9 @@ class _Walk:
         has_rows = any(
             _axis_of_examples(*pair, self._sizes) is not None for pair in avals
         )
-        lengths = _LENGTHS if has_rows else ()
+        lengths = LENGTHS if has_rows else ()
         alike = all(
-            _is_same_param(eqn.params[name], other.params.get(name))
+            is_same_param(eqn.params[name], other.params.get(name))
             for name in eqn.params
             if name not in lengths
         )
@@ -301,7 +250,7 @@ class _Walk:
                 raise MixesError("it computes each example from a sum over all")
             # In a derivative rule, gradients of shared values are sums of several.
             are_sums = all(status.kind is Kind.SUM for status in operands)
-            is_sum = self._depth > 1 and are_sums and name_of(eqn) in _ADDITIVE
+            is_sum = self._depth > 1 and are_sums and eqn.jax_primitive in _ADDITIVE
             return Status(Kind.SUM) if is_sum else _LATE
         if not has_rows:
             return self._without_rows(eqn, axis, operands, whole)
@@ -323,9 +272,9 @@ class _Walk:
                     "would be the same in every microbatch"
                 )
             self.drawn |= keys
-        elif name_of(eqn) not in ("broadcast_in_dim", "iota"):
+        elif eqn.jax_primitive not in ("broadcast_in_dim", "iota"):
             raise MixesError(UNKNOWN)
-        counts = name_of(eqn) == "iota" and eqn.params["dimension"] == axis
+        counts = eqn.jax_primitive == "iota" and eqn.params["dimension"] == axis
         if counts and whole.shape[axis] != self._sizes[0]:
             raise MixesError(PLACES)
         kind = Kind.PLACES if counts else Kind.ROWS
@@ -346,7 +295,7 @@ class _Walk:
         self, eqn: Equation, other: Equation, operands: Sequence[Status]
     ) -> list[Status]:
         """Returns the statuses of the results of a function with a derivative rule."""
-        parameter = (CALLS | RULED_CALLS)[name_of(eqn)]
+        parameter = (CALLS | RULED_CALLS)[eqn.jax_primitive]
         called = [with_constants(e.params[parameter]) for e in (eqn, other)]
         found = self._results(called, operands)
         late = any(status.is_late for status in operands)
@@ -357,8 +306,8 @@ class _Walk:
             )
         # The rule of a `custom_jvp` is linear in the tangents.
         has_rows = any(status.has_rows for status in operands)
-        is_any_rule = name_of(eqn).startswith("custom_vjp")
-        is_ruled = is_any_rule or name_of(eqn).startswith("custom_jvp")
+        is_any_rule = eqn.jax_primitive.startswith("custom_vjp")
+        is_ruled = is_any_rule or eqn.jax_primitive.startswith("custom_jvp")
         if is_ruled and not is_wrapped(called[0]) and (is_any_rule or has_rows):
             self._check_rule(eqn, other, operands, found)
         return found
@@ -506,98 +455,6 @@ def _join(first: Status, second: Status) -> Status:
         inner = common_inner([first, second])
         return dataclasses.replace(first, inner=inner)
     raise MixesError(OTHERS)
-
-
-def _pairs(
-    whole: Sequence[Equation], part: Sequence[Equation]
-) -> Iterator[tuple[Any, Any]]:
-    """Yields the equations of both that belong together; `None` for a missing one."""
-    others = list(part)[::-1]
-    for eqn in whole:
-        while others and not _are_alike(eqn, others[-1]) and _reshapes(others[-1]):
-            if _reshapes(eqn) and len(whole) > len(part):
-                break
-            yield None, others.pop()
-        if others and _are_alike(eqn, others[-1]):
-            yield eqn, others.pop()
-        elif _reshapes(eqn):
-            yield eqn, None
-        else:
-            raise NotSeparableError(_differ(eqn, others[-1] if others else None))
-    if others:
-        raise NotSeparableError(_differ(None, others[-1]))
-
-
-def _are_alike(eqn: Equation, other: Equation) -> bool:
-    first, second = (e.jaxpr.eqns[0] for e in (eqn, other))
-    return first.primitive is second.primitive and all(
-        len(a) == len(b)
-        for a, b in ((first.invars, second.invars), (eqn.outputs, other.outputs))
-    )
-
-
-def _fit(examples: Examples, eqn: Equation, part: Graph, other: Equation) -> bool:
-    """Returns whether equations compute the same, for more and for fewer examples."""
-    for value, of_part in zip(eqn.outputs, other.outputs, strict=True):
-        status = examples.status[value]
-        shapes = [
-            tuple(g.avals[v].shape)
-            for g, v in ((examples.graph, value), (part, of_part))
-        ]
-        if status.has_rows and len(shapes[0]) == len(shapes[1]):
-            del_axis = [s[: status.axis] + s[status.axis + 1 :] for s in shapes]
-            if del_axis[0] != del_axis[1]:
-                return False
-        elif status.kind is not Kind.MIXED and shapes[0] != shapes[1]:
-            return False
-    lengths = (*_LENGTHS, "dimension_numbers")
-    names = [name for name in eqn.params if name not in lengths]
-    return all(_is_same_param(eqn.params[n], other.params.get(n)) for n in names)
-
-
-def _reshapes(eqn: Equation) -> bool:
-    return name_of(eqn) in _RESHAPES and len(eqn.input_values) == 1
-
-
-_RESHAPES = ("broadcast_in_dim", "reshape", "squeeze")
-
-
-def _differ(eqn: Equation | None, other: Equation | None) -> str:
-    shown = ("nothing more" if e is None else _listed(e) for e in (eqn, other))
-    return "the whole batch needs {}, but a microbatch {}".format(*shown)
-
-
-def _listed(eqn: Equation) -> str:
-    place = f" at {eqn.source}" if eqn.source else ""
-    return f"`{eqn.primitive}`{place}"
-
-
-def _is_same_atom(first: Atom, second: Atom) -> bool:
-    """Returns whether two atoms are the same value, or constants of one shape."""
-    if isinstance(first, Constant) and isinstance(second, Constant):
-        if np.ndim(first.value):
-            return _is_equal_atom(first, second)
-        return np.ndim(second.value) == 0
-    return first == second
-
-
-def _is_equal_atom(first: Atom, second: Atom) -> bool:
-    if isinstance(first, Constant) and isinstance(second, Constant):
-        return first.value is second.value or np.array_equal(first.value, second.value)
-    return True
-
-
-# Parameters that hold lengths of axes.
-_LENGTHS = ("shape", "new_sizes", "limit_indices", "slice_sizes")
-
-
-def _is_same_param(first: Any, second: Any) -> bool:
-    """Returns whether two parameters are equal. Bodies and functions count as equal."""
-    if isinstance(first, (bool, int, str)):
-        return first == second
-    if isinstance(first, tuple) and isinstance(second, tuple):
-        return len(first) == len(second) and all(map(_is_same_param, first, second))
-    return True
 
 
 def _results(eqn: Equation) -> Sequence[Any]:

@@ -315,27 +315,16 @@ def trace_pullback(equation: Equation) -> ClosedJaxpr:
     returns the cotangents of the inputs that have some.
     """
     avals = [var.aval for var in equation.jaxpr.invars]
-    moves = list(map(is_differentiable, avals))
     outputs = [var.aval for var in equation.jaxpr.outvars]
+    moves, wanted = (list(map(is_differentiable, x)) for x in (avals, outputs))
+
+    def run(*arguments: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(equation.jaxpr, (), *arguments)
 
     def pull(*operands: Any) -> list[Any]:
-        arguments = list(operands[: len(avals)])
-
-        def of_moving(*moving: Any) -> list[Any]:
-            rest = iter(moving)
-            every = [
-                next(rest) if m else x for m, x in zip(moves, arguments, strict=True)
-            ]
-            return jax.core.eval_jaxpr(equation.jaxpr, (), *every)
-
-        results, pullback = jax.vjp(of_moving, *_where(arguments, moves))
-        cotangents = [
-            c
-            if is_differentiable(jax.typeof(r))
-            else np.zeros(r.shape, jax.dtypes.float0)
-            for r, c in zip(results, operands[len(avals) :], strict=True)
-        ]
-        return list(pullback(cotangents))
+        arguments, cotangents = operands[: len(avals)], operands[len(avals) :]
+        _, pullback = vjp_of_perturbed(run, arguments, moves, wanted)
+        return list(pullback(_where(cotangents, wanted)))
 
     return trace_like(pull, *avals, *outputs)
 
