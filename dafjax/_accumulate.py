@@ -81,16 +81,7 @@ def accumulate(
             f"`accumulate(fun)` must be given a function, but got `{fun!r}`. Wrap the "
             "loss, then differentiate it: `jax.grad(accumulate(loss, 8))`."
         )
-    count = (
-        None
-        if _is_auto(microbatches)
-        else as_count(
-            "accumulate(microbatches=...)",
-            microbatches,
-            least=1,
-            remedy='Use `"auto"` to leave it to `dafjax.jit`.',
-        )
-    )
+    count = _checked_count(microbatches)
 
     @functools.wraps(fun)
     def accumulated(*args: Any, **kwargs: Any) -> Any:
@@ -109,8 +100,16 @@ def accumulate(
     return accumulated
 
 
-def _is_auto(microbatches: Any) -> bool:
-    return isinstance(microbatches, str) and microbatches == "auto"
+def _checked_count(microbatches: Any) -> int | None:
+    """Returns the number of microbatches; `None` for `"auto"`."""
+    if isinstance(microbatches, str) and microbatches == "auto":
+        return None
+    return as_count(
+        "accumulate(microbatches=...)",
+        microbatches,
+        least=1,
+        remedy='Use `"auto"` to leave it to `dafjax.jit`.',
+    )
 
 
 def _check_divides(number: int, size: int) -> None:

@@ -111,10 +111,10 @@ def status_of_rows(
         if eqn.rule.is_elementwise:
             # A scalar or an array of lower rank would have no axis of examples.
             is_apart = status.axis == axis
-        elif eqn.jax_primitive not in _APART:
+        elif eqn.rule.keeps_axis is None:
             raise MixesError(UNKNOWN)
         else:
-            is_apart = _APART[eqn.jax_primitive](eqn.params, status.axis, len(shape))
+            is_apart = eqn.rule.keeps_axis(eqn.params, status.axis, len(shape))
         if not is_apart:
             raise MixesError(OTHERS)
         if shape[status.axis] != aval.shape[axis]:
@@ -386,73 +386,6 @@ class _Indexing:
                 return _rows(axis, [table])
         raise MixesError(OTHERS)
 
-
-def _always(params: Mapping[str, Any], axis: int, rank: int) -> bool:
-    del params, axis, rank
-    return True
-
-
-def _along(params: Mapping[str, Any], axis: int, rank: int) -> bool:
-    del rank
-    return params["axis"] != axis
-
-
-def _reduced(params: Mapping[str, Any], axis: int, rank: int) -> bool:
-    del rank
-    return axis not in params["axes"]
-
-
-def _windows(params: Mapping[str, Any], axis: int, rank: int) -> bool:
-    del rank
-    return params["window_dimensions"][axis] == 1
-
-
-def _matrices(params: Mapping[str, Any], axis: int, rank: int) -> bool:
-    del params
-    return axis < rank - 2
-
-
-# Whether elements at different places along an axis stay apart, given the parameters,
-# the axis and the rank of an operand.
-_APART: Mapping[str, Callable[[Mapping[str, Any], int, int], bool]] = {
-    **dict.fromkeys(
-        [
-            *("bitcast_convert_type", "dynamic_slice", "name"),
-            *("random_bits", "random_clone", "random_fold_in", "random_unwrap"),
-            *("random_wrap", "sharding_constraint", "slice", "squeeze", "stack"),
-        ],
-        _always,
-    ),
-    **dict.fromkeys(
-        [
-            *("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"),
-            "top_k",
-            "unstack",
-        ],
-        _along,
-    ),
-    **dict.fromkeys(
-        [
-            *("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min"),
-            *("reduce_or", "reduce_prod"),
-        ],
-        _reduced,
-    ),
-    **dict.fromkeys(
-        [
-            *("reduce_window_max", "reduce_window_min", "reduce_window_sum"),
-            *("select_and_gather_add", "select_and_scatter_add"),
-        ],
-        _windows,
-    ),
-    **dict.fromkeys(
-        ["cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"], _matrices
-    ),
-    "fft": lambda params, axis, rank: axis < rank - len(params["fft_lengths"]),
-    "pad": lambda params, axis, _: params["padding_config"][axis] == (0, 0, 0),
-    "rev": lambda params, axis, _: axis not in params["dimensions"],
-    "sort": lambda params, axis, _: axis != params["dimension"],
-}
 
 _SPECIAL: Mapping[str, Callable[..., Status]] = {
     "broadcast_in_dim": _broadcast,

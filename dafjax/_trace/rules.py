@@ -8,10 +8,12 @@ an error of its operands may change its result in any way: its result is saved.
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Mapping
+from typing import Any, final
 
 from dafjax import config
+from dafjax._trace import axis_rules
+from dafjax._trace.axis_rules import AxisRule, Params, RowRule, rows_of_first
 
 
 class Cost(enum.Enum):
@@ -131,10 +133,6 @@ class Lowering(enum.Flag):
     IDENTITY = enum.auto()
 
 
-Params: TypeAlias = Mapping[str, Any]
-RowRule: TypeAlias = Callable[[Params, Sequence[bool]], Sequence[bool] | None]
-
-
 @final
 @dataclasses.dataclass(frozen=True)
 class OpRule:
@@ -153,6 +151,8 @@ class OpRule:
         limit: The magnitude of an operand beyond which a result is constant, to the
             last bit of a float32.
         is_copied_before: Whether XLA copies the operands into another layout first.
+        keeps_axis: Whether elements at different places along an axis of the first
+            operand stay apart, so that an axis of examples stays one.
         reads_rows: A rule for chunks of the batch. It takes the parameters, and for
             each operand whether it has as many rows (indices of the first axis) as the
             results. It returns for each operand whether row i of a result reads row i
@@ -171,6 +171,7 @@ class OpRule:
     complex_error: Error | None = None
     limit: float = math.inf
     is_copied_before: bool = False
+    keeps_axis: AxisRule | None = None
     reads_rows: RowRule | None = None
     sums_rows: Callable[[Params], bool] | None = None
 
@@ -274,73 +275,18 @@ def is_much_smaller(num_elements: int, than: int) -> bool:
     return num_elements * config.STATISTIC_OF <= than
 
 
-def _rows_of_first(keeps: Callable[[Params], bool]) -> RowRule:
-    """Returns the rule of a primitive that reads rows of its first operand alone."""
-
-    def read(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
-        first, *others = have_rows
-        return [True, *(False for _ in others)] if first and keeps(params) else None
-
-    return read
+def _in_chunks(keeps_axis: AxisRule) -> dict[str, Any]:
+    """Returns the columns of a primitive that runs on chunks of its first operand."""
+    return {"keeps_axis": keeps_axis, "reads_rows": rows_of_first(keeps_axis)}
 
 
-def _rows_of_all(keeps: Callable[[Params], bool]) -> RowRule:
-    """Returns the rule of a primitive that reads rows of all its operands."""
-
-    def read(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
-        return have_rows if all(have_rows) and keeps(params) else None
-
-    return read
-
-
-def _broadcasts_rows(
-    params: Params, have_rows: Sequence[bool]
-) -> Sequence[bool] | None:
-    first, *others = have_rows
-    return [params["broadcast_dimensions"][:1] == (0,) and first, *others]
-
-
-def _multiplies_rows(
-    params: Params, have_rows: Sequence[bool]
-) -> Sequence[bool] | None:
-    (contracted, _), (batch, of_second) = params["dimension_numbers"]
-    if have_rows[0] and not batch and 0 not in contracted:
-        return [True, False]
-    # One product for each row.
-    return [True, True] if batch[:1] == of_second[:1] == (0,) else None
-
-
-def _sums_products(params: Params) -> bool:
-    contracted, _ = params["dimension_numbers"]
-    return (0, 0) in zip(*contracted, strict=True)
-
-
-def _convolves_rows(params: Params) -> bool:
-    numbers = params["dimension_numbers"]
-    keeps_images = numbers.lhs_spec[0] == numbers.out_spec[0] == 0
-    return keeps_images and params["batch_group_count"] == 1
-
-
-def _sums_convolutions(params: Params) -> bool:
-    numbers = params["dimension_numbers"]
-    groups = params["batch_group_count"] * params["feature_group_count"]
-    return numbers.lhs_spec[1] == numbers.rhs_spec[1] == 0 and groups == 1
-
-
-def _windows_within_rows(params: Params) -> bool:
-    is_trivial = params["padding"][0] == (0, 0) and params["base_dilation"][0] == 1
-    return is_trivial and params["window_dimensions"][0] == 1
-
-
-def _sums_first_axis(params: Params) -> bool:
-    return 0 in params["axes"]
-
-
-_WITHOUT_FIRST_AXIS = _rows_of_first(lambda params: 0 not in params["axes"])
-_ALONG_ANOTHER_AXIS = _rows_of_first(lambda params: params["axis"] != 0)
-_WINDOWS = _rows_of_first(_windows_within_rows)
-# The result has as many rows as the operand, so that none is cut off.
-_ALL_ROWS = _rows_of_first(lambda _: True)
+_REDUCED = _in_chunks(axis_rules.is_not_reduced)
+_ALONG = _in_chunks(axis_rules.is_not_along)
+_WINDOWS = _in_chunks(axis_rules.is_within_windows)
+_REMOVED = _in_chunks(axis_rules.is_not_among_dimensions)
+_SLICES = _in_chunks(axis_rules.always)
+_MATRICES = OpRule(keeps_axis=axis_rules.is_before_matrices)
+_ALL_AXES: dict[str, Any] = {"keeps_axis": axis_rules.always}
 
 _CHEAP, _PRODUCT, _DRAW = Cost.CHEAP, Cost.PRODUCT, Cost.DRAW
 _ALL, _FIRST, _REST = Operands.ALL, Operands.FIRST, Operands.ALL_BUT_FIRST
@@ -467,58 +413,56 @@ OPS: Mapping[str, OpRule] = {
     "shift_right_logical": _JUMPS,
     "sign": _JUMPS,
     "xor": _JUMPS,
-    "argmax": _row(
-        _INTEGERS, lowering=Lowering.REDUCTION, reads_rows=_WITHOUT_FIRST_AXIS
-    ),
-    "argmin": _row(
-        _INTEGERS, lowering=Lowering.REDUCTION, reads_rows=_WITHOUT_FIRST_AXIS
-    ),
-    "bitcast_convert_type": _row(_INTEGERS, lowering=_FUSED),
+    "argmax": _row(_INTEGERS, lowering=Lowering.REDUCTION, **_REDUCED),
+    "argmin": _row(_INTEGERS, lowering=Lowering.REDUCTION, **_REDUCED),
+    "bitcast_convert_type": _row(_INTEGERS, lowering=_FUSED, **_ALL_AXES),
     "clz": _INTEGERS,
     "mulhi": _INTEGERS,
     "population_count": _INTEGERS,
     # Elements moved as they are.
     "broadcast_in_dim": _row(
-        _COPY, lowering=_FUSED | Lowering.BROADCAST, reads_rows=_broadcasts_rows
+        _COPY,
+        lowering=_FUSED | Lowering.BROADCAST,
+        reads_rows=axis_rules.broadcasts_rows,
     ),
-    "concatenate": _row(_JOIN, reads_rows=_rows_of_all(lambda p: p["dimension"] != 0)),
+    "concatenate": _row(_JOIN, reads_rows=axis_rules.joins_rows),
     "device_put": _MOVE,
-    "dynamic_slice": _row(_SLICE, lowering=_FUSED, reads_rows=_ALL_ROWS),
+    "dynamic_slice": _row(_SLICE, lowering=_FUSED, **_SLICES),
     "dynamic_update_slice": _row(_JOIN, lowering=_FUSED | _IN_PLACE),
     "gather": _row(_MOVE, elements=Elements.LOOKED_UP, lowering=_FUSED),
     "iota": _row(_MOVE, lowering=_FUSED),
-    "name": _row(_MOVE, elements=_MOVED | _PLACED, lowering=_IDENTITY),
+    "name": _row(_MOVE, elements=_MOVED | _PLACED, lowering=_IDENTITY, **_ALL_AXES),
     "pad": _row(
         _JOIN,
         lowering=_ONCE,
-        reads_rows=_rows_of_first(lambda p: p["padding_config"][0] == (0, 0, 0)),
+        **_in_chunks(axis_rules.is_not_padded),
     ),
     "reshape": _row(
         _COPY,
         lowering=_RESHAPE,
-        reads_rows=_rows_of_first(lambda p: p["dimensions"] is None),
+        reads_rows=axis_rules.reshapes_rows,
     ),
     "rev": _row(
         _COPY,
         lowering=_FUSED,
-        reads_rows=_rows_of_first(lambda p: 0 not in p["dimensions"]),
+        **_REMOVED,
     ),
     "scatter": _row(_JOIN, lowering=_IN_PLACE),
-    "slice": _row(_SLICE, lowering=_FUSED, reads_rows=_ALL_ROWS),
-    "split": _row(_SLICE, reads_rows=_ALONG_ANOTHER_AXIS),
+    "slice": _row(_SLICE, lowering=_FUSED, **_SLICES),
+    "split": _row(_SLICE, **_ALONG),
     "squeeze": _row(
         _COPY,
         lowering=_RESHAPE,
-        reads_rows=_rows_of_first(lambda p: 0 not in p["dimensions"]),
+        **_REMOVED,
     ),
-    "stack": _JOIN,
+    "stack": _row(_JOIN, **_ALL_AXES),
     "tile": _MOVE,
     "transpose": _row(
         _COPY,
         lowering=_TRANSPOSE,
-        reads_rows=_rows_of_first(lambda p: p["permutation"][0] == 0),
+        reads_rows=axis_rules.transposes_rows,
     ),
-    "unstack": _SLICE,
+    "unstack": _row(_SLICE, keeps_axis=axis_rules.is_not_along),
     # Which device holds an array. A gathered weight is gathered again in the backward
     # pass: never saved whole, never compressed.
     "all_gather": _PLACE,
@@ -527,36 +471,34 @@ OPS: Mapping[str, OpRule] = {
     "pbroadcast": _PLACE,
     "pvary": _PLACE,
     "reshard": _PLACE,
-    "sharding_constraint": _row(_PLACE, lowering=_IDENTITY),
+    "sharding_constraint": _row(_PLACE, lowering=_IDENTITY, **_ALL_AXES),
     # Reductions and cumulative ones.
-    "cumlogsumexp": _row(_OF_WINDOWS, reads_rows=_ALONG_ANOTHER_AXIS),
-    "cummax": _row(_OF_WINDOWS, reads_rows=_ALONG_ANOTHER_AXIS),
-    "cummin": _row(_OF_WINDOWS, reads_rows=_ALONG_ANOTHER_AXIS),
-    "cumprod": _row(_OF_WINDOWS, error=Error.AMPLIFIED, reads_rows=_ALONG_ANOTHER_AXIS),
+    "cumlogsumexp": _row(_OF_WINDOWS, **_ALONG),
+    "cummax": _row(_OF_WINDOWS, **_ALONG),
+    "cummin": _row(_OF_WINDOWS, **_ALONG),
+    "cumprod": _row(_OF_WINDOWS, error=Error.AMPLIFIED, **_ALONG),
     "cumsum": _row(
         _OF_WINDOWS,
         linear_in=_ALL,
         ends=Ends.AS_OPERANDS,
-        reads_rows=_ALONG_ANOTHER_AXIS,
+        **_ALONG,
     ),
-    "reduce_and": _row(_REDUCTION, reads_rows=_WITHOUT_FIRST_AXIS),
-    "reduce_max": _row(_REDUCTION, ends=Ends.YES, reads_rows=_WITHOUT_FIRST_AXIS),
-    "reduce_min": _row(_REDUCTION, ends=Ends.YES, reads_rows=_WITHOUT_FIRST_AXIS),
-    "reduce_or": _row(_REDUCTION, reads_rows=_WITHOUT_FIRST_AXIS),
-    "reduce_prod": _row(
-        _REDUCTION, error=Error.AMPLIFIED, reads_rows=_WITHOUT_FIRST_AXIS
-    ),
+    "reduce_and": _row(_REDUCTION, **_REDUCED),
+    "reduce_max": _row(_REDUCTION, ends=Ends.YES, **_REDUCED),
+    "reduce_min": _row(_REDUCTION, ends=Ends.YES, **_REDUCED),
+    "reduce_or": _row(_REDUCTION, **_REDUCED),
+    "reduce_prod": _row(_REDUCTION, error=Error.AMPLIFIED, **_REDUCED),
     "reduce_sum": _row(
         _REDUCTION,
         linear_in=_ALL,
         ends=Ends.AS_OPERANDS,
-        reads_rows=_WITHOUT_FIRST_AXIS,
-        sums_rows=_sums_first_axis,
+        **_REDUCED,
+        sums_rows=axis_rules.sums_first_axis,
     ),
-    "reduce_window_max": _row(_OF_WINDOWS, ends=Ends.YES, reads_rows=_WINDOWS),
-    "reduce_window_min": _row(_OF_WINDOWS, ends=Ends.YES, reads_rows=_WINDOWS),
+    "reduce_window_max": _row(_OF_WINDOWS, ends=Ends.YES, **_WINDOWS),
+    "reduce_window_min": _row(_OF_WINDOWS, ends=Ends.YES, **_WINDOWS),
     "reduce_window_sum": _row(
-        _OF_WINDOWS, linear_in=_ALL, ends=Ends.AS_OPERANDS, reads_rows=_WINDOWS
+        _OF_WINDOWS, linear_in=_ALL, ends=Ends.AS_OPERANDS, **_WINDOWS
     ),
     # Products.
     "conv_general_dilated": OpRule(
@@ -565,8 +507,8 @@ OPS: Mapping[str, OpRule] = {
         _ALL,
         combines=_MULTIPLY,
         is_copied_before=True,
-        reads_rows=_rows_of_first(_convolves_rows),
-        sums_rows=_sums_convolutions,
+        reads_rows=axis_rules.convolves_rows,
+        sums_rows=axis_rules.sums_convolutions,
     ),
     "dot_general": OpRule(
         _PRODUCT,
@@ -574,35 +516,47 @@ OPS: Mapping[str, OpRule] = {
         _ALL,
         combines=_MULTIPLY,
         lowering=Lowering.MATRIX_PRODUCT,
-        reads_rows=_multiplies_rows,
-        sums_rows=_sums_products,
+        reads_rows=axis_rules.multiplies_rows,
+        sums_rows=axis_rules.sums_products,
     ),
     "ragged_dot_general": OpRule(_PRODUCT, Error.SMOOTH, _ALL, combines=_MULTIPLY),
     # A `dot_general` that sums nothing: XLA multiplies elements in a fused kernel.
     "outer_product": OpRule(_CHEAP, Error.SMOOTH, _ALL, combines=_MULTIPLY),
     # Keys, small arrays that say which numbers are drawn, and drawing.
-    "random_clone": _INTEGERS,
-    "random_fold_in": _INTEGERS,
+    "random_clone": _row(_INTEGERS, **_ALL_AXES),
+    "random_fold_in": _row(_INTEGERS, **_ALL_AXES),
     "random_seed": _INTEGERS,
     "random_split": _INTEGERS,
-    "random_unwrap": _row(_INTEGERS, lowering=_IDENTITY),
-    "random_wrap": _row(_INTEGERS, lowering=_IDENTITY),
+    "random_unwrap": _row(_INTEGERS, lowering=_IDENTITY, **_ALL_AXES),
+    "random_wrap": _row(_INTEGERS, lowering=_IDENTITY, **_ALL_AXES),
     "philox2x32": OpRule(_DRAW),
     "philox4x32": OpRule(_DRAW),
-    "random_bits": OpRule(_DRAW),
+    "random_bits": OpRule(_DRAW, **_ALL_AXES),
     "rng_bit_generator": OpRule(_DRAW),
     "threefry2x32": OpRule(_DRAW),
     "threefry4x32": OpRule(_DRAW),
     # The gradient of max-pooling looks for the place of the maximum.
-    "select_and_gather_add": OpRule(error=Error.NEEDS_EXACT),
-    "select_and_scatter_add": OpRule(error=Error.NEEDS_EXACT),
-    "sort": OpRule(error=Error.NEEDS_EXACT),
+    "select_and_gather_add": OpRule(
+        error=Error.NEEDS_EXACT, keeps_axis=axis_rules.is_within_windows
+    ),
+    "select_and_scatter_add": OpRule(
+        error=Error.NEEDS_EXACT, keeps_axis=axis_rules.is_within_windows
+    ),
+    "sort": OpRule(error=Error.NEEDS_EXACT, keeps_axis=axis_rules.is_not_sorted),
     # Matrices that divide: a code near 0 may decode to 0, and the rows of a factor can
     # differ by any scale.
     "custom_linear_solve": OpRule(error=Error.NEEDS_EXACT),
-    "triangular_solve": OpRule(error=Error.NEEDS_EXACT),
+    "triangular_solve": _row(_MATRICES, error=Error.NEEDS_EXACT),
     "tridiagonal_solve": OpRule(error=Error.NEEDS_EXACT),
     "scatter-add": OpRule(elements=_JOINED, lowering=_IN_PLACE),
+    # Nothing is known of these but which axes they keep.
+    "cholesky": _MATRICES,
+    "eigh": _MATRICES,
+    "fft": OpRule(keeps_axis=axis_rules.is_not_transformed),
+    "lu": _MATRICES,
+    "qr": _MATRICES,
+    "svd": _MATRICES,
+    "top_k": OpRule(keeps_axis=axis_rules.is_not_along),
     # Nothing but the lowering is known of these.
     "optimization_barrier": OpRule(lowering=_IDENTITY),
     "reduce_xor": OpRule(lowering=Lowering.REDUCTION),
@@ -636,25 +590,25 @@ WITHOUT_ROW = frozenset(
         *("all_gather_reduced_start", "all_gather_start", "all_to_all"),
         *("all_to_all_done", "all_to_all_start", "approx_top_k", "axis_index"),
         *("bessel_i0e", "bessel_i1e", "call", "call_hi_primitive", "checkpoint"),
-        *("cholesky", "cholesky_update", "closed_call", "composite", "cond"),
+        *("cholesky_update", "closed_call", "composite", "cond"),
         *("core_call", "create_token", "custom_jvp_call", "custom_jvp_call_jaxpr"),
         *("custom_lin", "custom_vjp_call"),
         *("custom_vjp_call_jaxpr", "custom_vmap_call", "dce_sink", "debug_callback"),
-        *("debug_print", "eig", "eigh", "empty", "empty2", "empty_ref", "eval_jaxpr"),
-        *("ffi_call", "fft", "free_ref", "freeze", "from_edtype", "geqp3", "geqrf"),
+        *("debug_print", "eig", "empty", "empty2", "empty_ref", "eval_jaxpr"),
+        *("ffi_call", "free_ref", "freeze", "from_edtype", "geqp3", "geqrf"),
         *("hessenberg", "householder_product", "igamma", "igamma_grad_a", "igammac"),
         *("inspect_sharding", "io_callback", "iota_2x32_shape", "jit"),
-        *("layout_constraint", "linear_call", "lu", "lu_pivots_to_permutation"),
+        *("layout_constraint", "linear_call", "lu_pivots_to_permutation"),
         *("new_ref", "ormqr", "pbroadcast_done"),
         *("pbroadcast_start", "pjit", "platform_index", "pmax", "pmin", "polygamma"),
         *("ppermute", "ppermute_done", "ppermute_start", "precv", "preduced", "psend"),
         *("psum", "psum_done", "psum_invariant", "psum_invariant_start", "psum_start"),
-        *("pure_callback", "qr", "ragged_all_to_all", "random_gamma", "reduce"),
+        *("pure_callback", "ragged_all_to_all", "random_gamma", "reduce"),
         *("reduce_scatter", "reduce_scatter_done", "reduce_scatter_start"),
         *("reduce_window", "reduced_vary_cast_p"),
         *("regularized_incomplete_beta", "remat2", "remat_opt", "rng_uniform"),
         *("scaled_dot", "scan", "schur", "select_and_scatter", "shard_map", "stage"),
-        *("svd", "symmetric_product", "tie", "to_edtype", "top_k"),
+        *("symmetric_product", "tie", "to_edtype"),
         *("tridiagonal", "unreachable", "unreduced_psum"),
         *("unreduced_psum_start", "unreduced_reduce_scatter"),
         *("unreduced_reduce_scatter_start", "vary_unreduced_cast_p", "while"),
