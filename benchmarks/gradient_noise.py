@@ -11,7 +11,6 @@ Examples:
 """
 
 import dataclasses
-import fnmatch
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +23,7 @@ import tyro
 import dafjax
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console, make_table
-from benchmarks.zoo import MISSING, NETWORKS, SCALED, Network
+from benchmarks.zoo import MISSING, NETWORKS, SCALED, Network, chosen
 from dafjax._assess import array_noise
 
 
@@ -60,10 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, package in MISSING.items():
         console.print(f"left out: {name}, as {package} is not installed")
     records = []
-    for name, make in {**NETWORKS, **SCALED}.items():
-        if not any(fnmatch.fnmatchcase(name, p) for p in options.networks):
-            continue
-        network = make()
+    for name, network in chosen(options.networks, {**NETWORKS, **SCALED}):
         for bits in options.bits:
             record = {"network": name, **measure(network, bits, options.seeds)}
             records.append(record)

@@ -13,7 +13,6 @@ Examples:
 """
 
 import dataclasses
-import fnmatch
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +26,9 @@ from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.gradient_noise import leaves_by_path
 from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.tables import make_console, make_table
-from benchmarks.zoo import NETWORKS, Network
+from benchmarks.zoo import NETWORKS, Network, chosen
 from dafjax._assess import array_noise
+from dafjax._estimate import measure as measure_step
 
 
 Record = dict[str, Any]
@@ -66,10 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     environment = describe_environment()
     console = make_console()
     records = []
-    for name, make in NETWORKS.items():
-        if not any(fnmatch.fnmatchcase(name, p) for p in options.networks):
-            continue
-        network = make()
+    for name, network in chosen(options.networks):
         plain = plain_nbytes(network)
         exact = leaves_by_path(
             jax.jit(jax.grad(network.loss))(network.params, *network.batch)
@@ -95,13 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def plain_nbytes(network: Network) -> int:
     """Returns the memory of the plain step."""
     step = jax.jit(jax.value_and_grad(network.loss))
-    memory = step.lower(network.params, *network.batch).compile().memory_analysis()
-    assert memory is not None, "XLA describes the memory of its programs."
-    return (
-        memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-    )
+    lowered = step.lower(network.params, *network.batch)
+    return measure_step(lowered, None).total_nbytes
 
 
 def make_step(network: Network, limit: int, *, accumulate: bool) -> dafjax.Jit:

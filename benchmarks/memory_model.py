@@ -10,7 +10,6 @@ Examples:
 """
 
 import dataclasses
-import fnmatch
 import functools
 import pathlib
 import time
@@ -24,7 +23,7 @@ import tyro
 import dafjax
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console, make_table
-from benchmarks.zoo import NETWORKS, Network
+from benchmarks.zoo import Network, chosen
 from dafjax._memory.predict import predict_temp_nbytes
 
 
@@ -61,10 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     environment = describe_environment()
     console = make_console()
     records = []
-    for name, make in NETWORKS.items():
-        if not any(fnmatch.fnmatchcase(name, p) for p in options.networks):
-            continue
-        network = make()
+    for name, network in chosen(options.networks):
         for method in METHODS:
             for record in measure(network, method):
                 records.append({"network": name, **record})

@@ -39,12 +39,12 @@ class PeakRss:
 
     @property
     def added(self) -> int:
-        """What a step adds to what is there between steps."""
+        """Bytes that a step adds to those between steps."""
         return self.peak - self.before
 
     @property
     def planned(self) -> int:
-        """What the compiled program says that it adds."""
+        """Bytes that it adds according to the compiled program."""
         return self.temp + self.results
 
     def as_record(self) -> dict[str, int]:
@@ -85,13 +85,13 @@ def peak_rss(
         raise OSError(
             "Resident memory is read from /proc/self/status, which is absent."
         )
-    # By default glibc keeps what is freed, up to 32 MiB, and hands it out again.
+    # By default glibc keeps freed blocks of up to 32 MiB, and hands them out again.
     ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, _NBYTES)
     compiled, take_step = make_step(*arguments)
     jax.block_until_ready(take_step())
     steps = []
     for _ in range(_STEPS):
-        # The allocator keeps what is free, in pieces that the next step may not fit.
+        # The allocator keeps free blocks, which may be too small for the next step.
         _forget_peak()
         before = memory.resident_nbytes()
         jax.block_until_ready(take_step())
@@ -103,7 +103,7 @@ def peak_rss(
 
 
 def _forget_peak() -> None:
-    """Frees what the compiler used and resets VmHWM, whose peak is not the step's."""
+    """Frees memory of the compiler and resets VmHWM, which has the compiler's peak."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     pathlib.Path("/proc/self/clear_refs").write_text("5")

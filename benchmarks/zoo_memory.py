@@ -11,7 +11,6 @@ Examples:
 """
 
 import dataclasses
-import fnmatch
 import pathlib
 import statistics
 import time
@@ -24,7 +23,7 @@ import tyro
 import dafjax
 from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.tables import make_console, make_table
-from benchmarks.zoo import MISSING, NETWORKS, Network
+from benchmarks.zoo import MISSING, Network, chosen
 
 
 Record = dict[str, Any]
@@ -92,10 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, package in MISSING.items():
         console.print(f"left out: {name}, as {package} is not installed")
     records: list[Record] = []
-    for name, make in NETWORKS.items():
-        if not any(fnmatch.fnmatchcase(name, p) for p in options.networks):
-            continue
-        network = make()
+    for name, network in chosen(options.networks):
         measured = {
             method: result
             for method in options.methods

@@ -3,8 +3,9 @@
 Each module has functions that return a `Network`; `NETWORKS` lists them by name.
 """
 
+import fnmatch
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from benchmarks.zoo import (
     convolutional,
@@ -45,3 +46,13 @@ MISSING: Mapping[str, str] = {
     if importlib.util.find_spec(package) is None
 }
 NETWORKS: Networks = {name: make for name, make in _ALL.items() if name not in MISSING}
+
+
+def chosen(
+    patterns: Iterable[str],
+    networks: Mapping[str, Callable[[], Network]] = NETWORKS,
+) -> Iterator[tuple[str, Network]]:
+    """Makes the networks whose names match one of the patterns, with their names."""
+    for name, make in networks.items():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            yield name, make()
