@@ -1,4 +1,4 @@
-"""What waits only while a function needs little memory, and pools that leave it out."""
+"""Residuals that wait only while little memory is live, and pools without them."""
 
 import functools
 import itertools
@@ -45,7 +45,7 @@ def gradient(store, loss=narrowing, **options):
 
 
 def kept_of(loss, p, x, **options):
-    """Returns width and briefness of residuals, in the order in which they are made."""
+    """Returns width and briefness of residuals, in the order of their computation."""
     with lasting_only("kept of a loss") as pool, record_plans() as recorder:
         gradient(pool, loss, **options).lower(p, x)
     found = []
@@ -57,7 +57,7 @@ def kept_of(loss, p, x, **options):
 
 
 def widths_of_brief(loss, p, x, **options):
-    """Returns the widths of brief residuals, in the order in which they are made."""
+    """Returns the widths of brief residuals, in the order of their computation."""
     kept = kept_of(loss, p, x, **options)
     assert kept
     return [width for width, is_brief in kept if is_brief]
@@ -131,7 +131,7 @@ def test_what_waits_while_something_large_is_made_without_a_gradient(key, x):
 
 
 def test_what_is_cheap_or_in_a_loop_is_not_the_largest_value(key, x):
-    """It may never be there as a whole."""
+    """It may never exist as a whole."""
     p = weights(key, WIDE, WIDE, WIDE, NARROW, NARROW)
 
     def of_repeated(p, x):
@@ -157,7 +157,7 @@ def test_what_is_read_after_a_large_value_was_restored_is_not_brief(
         p, small = q
         wide = jnp.tanh(x @ frozen)
         loss = narrowing(p, wide)
-        # What the forward pass reads last the backward pass reads first.
+        # The backward pass first reads the last operand of the forward pass.
         return loss + (jnp.mean(wide @ small) if reads_wide_first else jnp.sum(small))
 
     found = widths_of_brief(loss, (p, jnp.ones((WIDE, 1))), x)
@@ -278,7 +278,7 @@ def test_a_pool_of_lasting_residuals_leaves_the_others_in_arrays(key, x, stochas
             assert len(pool.sites) == pool.stats().entries == num_sites
             for ours, theirs in zip(got, want, strict=True):
                 assert relative_error(ours, theirs) < 1e-6
-        # What is not in the pool has the bits of its codec.
+        # Other residuals have the bits of their codecs.
         for pool in (everything, lasting):
             pool.set_bits("*", 8)
             got = gradient(pool)(p, x)
@@ -330,7 +330,7 @@ def test_a_step_needs_less_in_all_than_with_a_pool_of_everything(key):
             peak[name] = pool.stats().peak_nbytes
     arrays = temp_nbytes(gradient(Arrays(), downsampling).lower(p, x))
     assert peak["lasting"] < 0.7 * peak["all"]
-    # They wait in memory that is there for the first blocks.
+    # They wait in the memory of the first blocks.
     assert temp["lasting"] < 1.005 * temp["all"]
     # Arrays are read in more chunks than pool entries, which fill pages.
     assert temp["lasting"] + peak["lasting"] < 1.1 * arrays

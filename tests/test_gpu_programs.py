@@ -1,4 +1,4 @@
-"""Whole programs for GPUs, compiled without one: custom calls, memory, what ties do."""
+"""Whole programs for GPUs, compiled without one: custom calls, memory, barriers."""
 
 import functools
 import re
@@ -41,7 +41,7 @@ _OF_CONVOLUTIONS = pytest.mark.xdist_group("convolutions")
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_anew():
-    """What is compiled for a device that is not there cannot be loaded again."""
+    """A program for an absent device cannot be loaded from the cache."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -95,13 +95,13 @@ def test_what_a_product_reads_as_it_is_stored_is_unpacked_by_custom_calls():
 
 
 def shifts_of_forward_pass(program):
-    """Returns what is done with bits before the backward pass."""
+    """Returns the shifts before the backward pass."""
     lines = program.as_text().splitlines()
     return [line for line in lines if " shift-" in line and "transpose(" not in line]
 
 
 def test_beside_custom_calls_nothing_packs():
-    """What jax.numpy packs with is shifts."""
+    """Packing in jax.numpy shifts bits."""
     assert shifts_of_forward_pass(compiled("compress", layers=2)) == []
     without = compiled("compress", layers=2, library=False)
     assert shifts_of_forward_pass(without)
@@ -142,6 +142,21 @@ def test_a_step_needs_less_than_under_checkpoint():
 
 
 @_OF_STEPS
+@pytest.mark.parametrize("device", [slow(HERE), slow("Orin"), slow("Thor")])
+def test_a_step_of_many_layers_needs_less_than_plain_and_checkpoint(device):
+    got = temp_nbytes("compress", device, layers=16)
+    assert got < 0.16 * temp_nbytes("save_all", device, layers=16)
+    assert got < 0.9 * temp_nbytes("remat_full", device, layers=16)
+
+
+@_OF_STEPS
+@pytest.mark.slow
+def test_without_ties_less_is_saved_of_many_layers():
+    untied = temp_nbytes("compress", layers=16, ties=False)
+    assert untied > 1.5 * temp_nbytes("compress", layers=16)
+
+
+@_OF_STEPS
 def test_without_ties_less_is_saved():
     assert temp_nbytes("compress", ties=False) > 1.3 * temp_nbytes("compress")
 
@@ -154,7 +169,7 @@ def test_without_ties_little_is_saved_where_custom_calls_decode(monkeypatch):
 
 
 def aside(wait):
-    """Compiles what waits for a sine that nobody reads."""
+    """Compiles a value that waits for an unread sine."""
 
     def function(x):
         return wait(x, jnp.sin(x))[0]
@@ -221,7 +236,8 @@ def test_gradients_of_strided_convolutions_are_recognized():
     for loss in (strided_loss, dafjax.remat_compress(strided_loss)):
         text = compile_on("H200", jax.grad(loss), params, x).as_text()
         calls.append(text.count("$convBackwardInput"))
-    # All but that of the image.
+    # Three strided convolutions and two of the blocks behind them: the image has no
+    # cotangent.
     assert calls == [5, 5]
 
 
@@ -305,12 +321,12 @@ def test_all_examples_at_once_need_no_more_than_halves():
 @pytest.mark.parametrize(
     ("compile_it", "place", "name", "without"),
     [
-        # Nobody reads the last token, and XLA drops what it was to wait for.
+        # The last token is unread, and XLA drops the values that it waits for.
         (
             functools.partial(gradient_of_products),
             *(interpreter, "_one_behind", lambda gradients, *_, **__: list(gradients)),
         ),
-        # Sums are put off that are read later.
+        # XLA delays sums until their later use.
         (
             functools.partial(gradient_of_convolutions, max_parts=2),
             *(chunks, "_after_chunk", lambda made, token: (made, token)),
@@ -322,21 +338,21 @@ def test_without_one_of_its_orders_more_is_there(
 ):
     nbytes = temp_of(compile_it())
     monkeypatch.setattr(place, name, without)
-    # Not what is cached.
+    # The cached program has the order.
     anew = functools.partial(compile_it.func.__wrapped__, **compile_it.keywords)
     assert temp_of(anew()) > 1.1 * nbytes
 
 
 @_OF_CONVOLUTIONS
 def test_what_was_decoded_is_not_written_for_a_second_kernel():
-    """Each level of a norm decodes again: else codes are there as 32-bit integers."""
+    """Each level of a norm decodes again. Otherwise codes stay as 32-bit integers."""
     text = gradient_of_convolutions().as_text()
     whole = r" = \(?(?:\S+, )*(?:u32|s32|pred)\[64,(?:32,32,64|128,1,16,32)\]"
     lines = text[text.index("ENTRY") :].splitlines()
     assert [line for line in lines if re.search(whole, line)] == []
 
 
-def step_nbytes(device, *, layouts):
+def step_nbytes(device, *, layouts, layers=3):
     """Returns the temp bytes of a training step with kernels of 9 MiB."""
 
     def step(params, trace, x):
@@ -344,7 +360,9 @@ def step_nbytes(device, *, layouts):
         trace = jax.tree.map(lambda t, g: 0.9 * t + g, trace, gradient)
         return jax.tree.map(lambda p, t: p - 0.1 * t, params, trace), trace
 
-    params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 3, 512))
+    params = jax.eval_shape(
+        lambda: networks.conv_params(jax.random.key(0), layers, 512)
+    )
     x = jax.ShapeDtypeStruct((32, 4, 4, 512), jnp.float32)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(_remat_compress, "Ties", lambda: Ties(layouts=layouts))
@@ -352,10 +370,13 @@ def step_nbytes(device, *, layouts):
     return temp_of(compiled)
 
 
-def test_where_no_layout_is_pinned_weights_are_turned_round_at_the_start():
+@pytest.mark.parametrize(("layers", "least"), [(3, 1.3), slow(6, 1.5)])
+def test_where_no_layout_is_pinned_weights_are_turned_round_at_the_start(layers, least):
     """Orin runs convolutions in another order than the one arrays have."""
-    pinned, free = (step_nbytes("Orin", layouts=layouts) for layouts in (True, False))
-    assert free > 1.3 * pinned
+    pinned, free = (
+        step_nbytes("Orin", layouts=layouts, layers=layers) for layouts in (True, False)
+    )
+    assert free > least * pinned
 
 
 def test_what_is_pinned_is_rearranged_behind_a_call():
@@ -369,7 +390,7 @@ def test_what_is_pinned_is_rearranged_behind_a_call():
 def work_of_transformer(device, *, layers, **options):
     """Returns the work of a GPT-2's gradient, its blocks in a Python loop.
 
-    Compiled anew: what is compiled may be another program than before.
+    Compiled anew, because the test may have changed the program.
     """
     jax.clear_caches()
     shape = transformers.Shape(
@@ -390,11 +411,11 @@ def usual_work(device=HERE, *, layers=1, **options):
 def test_cotangents_are_made_in_the_order_in_which_products_read_them(
     device, monkeypatch
 ):
-    """Those of queries, keys and values come out of products in another order."""
+    """Products return cotangents of queries, keys and values in another order."""
     ordered = usual_work(device)
     monkeypatch.setattr(interpreter, "row_major", lambda x: x)
     turned = work_of_transformer(device, layers=1)
-    # As large as what the products of a layer read, written and read again.
+    # The operands of the products of a layer, written and read again.
     nbytes = 2 * 4 * 8 * 128 * 3 * 256
     assert ordered.moved_nbytes < turned.moved_nbytes - nbytes
     assert ordered.kernels < turned.kernels
@@ -404,7 +425,7 @@ def test_cotangents_are_made_in_the_order_in_which_products_read_them(
 @_OF_TRANSFORMERS
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_weight_that_is_converted_waits_in_the_kernel_that_converts_it(monkeypatch):
-    """It is read in float32 there, and written in bfloat16, and no more."""
+    """This kernel reads it in float32 and writes it in bfloat16."""
     waits_inside = usual_work(layers=2, dtype="bfloat16")
     monkeypatch.setattr(ProgramPlan, "weights_as_read", ProgramPlan.whole_weights)
     waits_before = work_of_transformer(HERE, layers=2, dtype="bfloat16")
@@ -418,7 +439,7 @@ def test_a_weight_that_is_converted_waits_in_the_kernel_that_converts_it(monkeyp
 @pytest.mark.slow
 @_OF_TRANSFORMERS
 def test_a_weight_that_products_read_turned_waits_in_no_array_of_its_own(monkeypatch):
-    """Of a tied table what waits is padded where it is read, and not copied before."""
+    """A tied table is padded where it is read, and not copied before."""
     waits_inside = usual_work(layers=2)
     monkeypatch.setattr(ProgramPlan, "weights_as_read", ProgramPlan.whole_weights)
     waits_before = work_of_transformer(HERE, layers=2)
@@ -475,7 +496,7 @@ def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):
     early = work_of_transformer(HERE, layers=3)
     monkeypatch.setattr(forward, "adds_operands", lambda primitive: False)
     late = work_of_transformer(HERE, layers=3)
-    # Two of each block; not those of the embeddings, and of what is packed last.
+    # Two of each block, but not the norm before the last packed residual.
     num_norms = 2 * 3 - 1
     assert early.kernels <= late.kernels - num_norms
     stream_nbytes = 4 * 8 * 128 * 256
@@ -484,7 +505,7 @@ def test_a_norm_sums_in_the_kernel_that_makes_what_it_reads(monkeypatch):
 
 @_OF_CONVOLUTIONS
 def test_measured_bits_add_little_to_a_program():
-    """What they are measured by, that is: a kernel or two for each value sampled."""
+    """The measurement takes a kernel or two for each sampled value."""
     params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 3, 64))
     x = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.float32)
     loss = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))

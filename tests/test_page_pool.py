@@ -1,4 +1,4 @@
-"""Page pools from Python: a model of what they keep, forks, threads, settings."""
+"""Page pools from Python: a model of their content, forks, threads, settings."""
 
 import copy
 import gc
@@ -54,7 +54,7 @@ def _put(pool, *, run=1, device=0, site=0, bits=8, tiles=100, metadata=200, seed
 
 
 def _python(program, *arguments):
-    """Returns what a program of its own prints, its errors and its exit status."""
+    """Runs a program in a process; returns its output, errors and exit status."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
@@ -65,7 +65,7 @@ def _python(program, *arguments):
 
 
 class _Kept:
-    """What a put must be found to be: upper planes of its codes, and its metadata."""
+    """The expected content of an entry: upper planes of its codes, and metadata."""
 
     def __init__(self, *, run, device, bits, tiles, metadata, seed):
         self.run = run
@@ -97,7 +97,7 @@ class _Kept:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random operations on a pool, next to a dictionary of what it must hold."""
+    """Random operations on a pool, beside a dictionary of its expected content."""
 
     steps = 0
 
@@ -106,7 +106,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.kept = {}
         self.gone = set()
         self.run = 1
-        # Of each device, the runs that put anything, in the order in which they began.
+        # For each device, the runs with entries, in the order of their start.
         self.started = {0: [], 1: []}
 
     @initialize(in_flight=st.integers(1, 3), pages=st.integers(3, 40))

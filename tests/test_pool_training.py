@@ -24,7 +24,7 @@ WIDTH = 64
 
 @pytest.fixture
 def pool(request):
-    # The name outlives the pool in what JAX has compiled: other tests need others.
+    # Compiled programs keep the name of the pool: each test needs another.
     with PagePool(name=request.node.name) as pool:
         yield pool
 
@@ -129,7 +129,7 @@ def _gradient_of(name, store):
 
 @functools.cache
 def _with_arrays(name):
-    """An example, and what a loss and its gradients are with residuals in arrays."""
+    """Returns an example, and its loss and gradients with residuals in arrays."""
     p, x = _example(jax.random.key(7))
     return p, x, jax.jit(_gradient_of(name, Arrays()))(p, x)
 
@@ -341,7 +341,7 @@ def _distance(got, want):
 
 
 class TestLifetimes:
-    """Nothing but what the last step put is alive after it."""
+    """After a step, only its own residuals are alive."""
 
     @pytest.fixture
     def loss(self, pool):
@@ -367,7 +367,7 @@ class TestLifetimes:
     def test_a_vjp_that_is_never_called(self, loss, check, key):
         p, x = _example(key)
         for _ in range(50):
-            # Waited for, so that what is counted before the check is done.
+            # The check must come after the allocations.
             jax.block_until_ready(jax.vjp(loss, p, x)[0])
         check()
 
@@ -504,7 +504,7 @@ class TestLifetimes:
 
     @pytest.mark.parametrize("name", LOSSES)
     def test_nothing_is_live_when_a_step_is_done_and_collected(self, name, pool):
-        """And the step is that of arrays, bit for bit."""
+        """The step equals the step with arrays, bit for bit."""
         p, x, want = _with_arrays(name)
         step = jax.jit(_gradient_of(name, pool))
         for _ in range(3):
@@ -567,7 +567,7 @@ class TestLifetimes:
         want = _gradient(Arrays(), max_parts=1)(p, x)
         results = []
         for _ in range(20):
-            # None is waited for: some have read in part what they put.
+            # Without waiting: some steps have read only part of their residuals.
             results.append(step(p, x))
             pool.collect()
         for got in results:
