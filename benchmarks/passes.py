@@ -28,7 +28,7 @@ from benchmarks.environment import RESULTS, describe_environment, write_result
 from benchmarks.small_networks import Sizes, make_network
 from benchmarks.tables import make_console, make_table
 from benchmarks.transformers import Shape
-from benchmarks.zoo import Network
+from benchmarks.zoo import NETWORKS, Network
 from dafjax._assess import array_noise
 from dafjax._passes.pipeline import PASSES
 
@@ -88,6 +88,7 @@ WORKLOADS: Mapping[str, Callable[[], Network]] = {
     "gpt2_lora": functools.partial(_transformer, "gpt2", 8, scan=True),
     "roberta_lora": functools.partial(_transformer, "roberta", 8, scan=False),
     "pooled_sines": _pooled_sines,
+    "mobilenet": NETWORKS["mobilenet"],
 }
 
 

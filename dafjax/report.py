@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, final, get_args
 
@@ -20,7 +21,12 @@ from dafjax._passes.pipeline import PASSES
 from dafjax._plan.plan import Kept, ProgramPlan, place_of, record_gradient
 from dafjax._rules import Stages
 from dafjax._schedule.instructions import listing
-from dafjax._trace.residuals import equation_text, program_lines, value_text
+from dafjax._trace.residuals import (
+    Program,
+    equation_text,
+    program_lines,
+    value_text,
+)
 from dafjax._trace.tracing import count_calls
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import (
@@ -376,17 +382,28 @@ def _of_passes(stages: Stages) -> Iterator[str]:
         if item.name in stages.options.without_passes:
             yield f"{item.name}: left out"
             continue
-        before = list(program_lines(program))
-        program = item.run(program, stages.context)
-        changed = [
-            line
-            for line in difflib.unified_diff(
-                before, list(program_lines(program)), n=0, lineterm=""
-            )
-            if not line.startswith(("---", "+++", "@@"))
-        ]
+        before, program = program, item.run(program, stages.context)
+        changed = _changed_lines(before, program)
         yield f"{item.name}: {item.reason}"
         yield from (f"  {line}" for line in changed or ["no change"])
+
+
+def _changed_lines(before: Program, after: Program) -> list[str]:
+    old, new = (list(program_lines(program)) for program in (before, after))
+    # If the program was differentiated anew, values have other numbers.
+    is_new = set(before.forward).isdisjoint(after.forward)
+    keys = [
+        [_NUMBER.sub("%", x) for x in lines] if is_new else lines
+        for lines in (old, new)
+    ]
+    matcher = difflib.SequenceMatcher(None, *keys, autojunk=False)
+    changed = []
+    for _, a, b, c, d in (c for c in matcher.get_opcodes() if c[0] != "equal"):
+        changed += [f"-{line}" for line in old[a:b]] + [f"+{line}" for line in new[c:d]]
+    return changed
+
+
+_NUMBER = re.compile(r"%[0-9]+")
 
 
 def _of_plan(stages: Stages) -> Iterator[str]:

@@ -68,12 +68,12 @@ def test_noisy_arrays_and_their_residuals_are_named():
     """A later norm divides the gain out: its gradient is nearly zero."""
 
     def noisy_loss(w, x):
-        y = x @ jax.lax.stop_gradient(w["first"]) * w["gain"]
+        y = x @ jax.lax.stop_gradient(w["first"]) * jnp.exp(w["gain"])
         y = y * jax.lax.rsqrt(jnp.mean(y * y, 0) + 1e-3)
         nearly_nothing = jnp.mean(jax.nn.relu(y) @ w["second"])
         return jnp.mean((x @ w["first"] @ w["second"]) ** 2) + nearly_nothing
 
-    params = {**W, "gain": jnp.ones(64)}
+    params = {**W, "gain": jnp.zeros(64)}
     with pytest.warns(UserWarning, match="`assess`: At the default bits") as caught:
         found = dafjax.assess(noisy_loss, params, X, bits=(2,), rounds=1, seeds=4)
     assert found.noisy == ("['gain']",)

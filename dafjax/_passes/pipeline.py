@@ -13,6 +13,7 @@ from dafjax._passes.nonlinear import (
     note_relu_masks,
 )
 from dafjax._passes.pooling import note_places
+from dafjax._passes.scales import hold_scales
 from dafjax._trace.residuals import Program
 from dafjax.policies import AbstractPolicy
 
@@ -50,6 +51,11 @@ class Pass:
 
 
 PASSES: tuple[Pass, ...] = (
+    Pass(
+        "held_scales",
+        "A norm divides out a scale; the noise of the scale's gradient would stay.",
+        lambda program, _: hold_scales(program),
+    ),
     Pass(
         "factor_sums",
         "A batch norm's backward pass reads its cotangent once, not twice.",

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -58,6 +58,10 @@ class Extent:
     def size(self) -> int:
         """How many elements share a scale."""
         return math.prod(length for length, is_reduced in self._factors if is_reduced)
+
+    def keeps(self, axis: int) -> bool:
+        """Returns whether each index of an axis of the array has scales of its own."""
+        return not any(is_reduced for _, is_reduced in self.axes[axis])
 
     @property
     def is_worth_a_scale(self) -> bool:
@@ -116,6 +120,34 @@ def find_extents(program: Program) -> dict[int, Extent]:
         if extent.is_worth_a_scale and (known is None or extent.size < known.size):
             found[value] = extent
     return found
+
+
+def find_apart(program: Program) -> frozenset[int]:
+    """Returns the normalized results of convolutions that mix few channels.
+
+    In its backward pass, a norm subtracts the part of a cotangent along the normalized
+    values, and rounding turns this part round a little. A product of many channels
+    mixes these errors with those of other channels. A depthwise convolution passes them
+    on. The mask of the ReLU before it is much like the values after it, so that errors
+    add up in the gradients of that layer, and the gradients themselves almost cancel.
+    """
+    found = {
+        eqn.outputs[0]: eqn.params["dimension_numbers"].out_spec[1]
+        for eqn in program.forward
+        if eqn.primitive == "conv_general_dilated" and _mixes_few_channels(eqn)
+    }
+    extents = find_extents(program) if found else {}
+    return frozenset(
+        value
+        for value, channels in found.items()
+        if value in extents and extents[value].keeps(channels)
+    )
+
+
+def _mixes_few_channels(eqn: Equation) -> bool:
+    kernel: Any = eqn.jaxpr.eqns[0].invars[1].aval
+    channels = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[1]]
+    return eqn.params["feature_group_count"] > 1 and channels < config.MANY_TERMS
 
 
 def _of_batched_products(program: Program) -> Iterator[tuple[int, Extent]]:

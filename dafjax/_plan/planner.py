@@ -22,6 +22,7 @@ from dafjax._plan.extents import (
     extent_of_channels,
     extent_of_examples,
     extent_of_rows,
+    find_apart,
     find_extents,
 )
 from dafjax._plan.normalized import Form, limit_in_codes, mixes, with_copies
@@ -190,6 +191,8 @@ def _give_bits(draft: _Draft, bits: Bits, nbits_beside: int | None) -> dict[int,
             residuals get the same bits as others.
     """
     uses = find_uses(draft.program, draft.recomputed, draft.inexact)
+    for value in find_apart(draft.program) & uses.keys():
+        uses[value] = max(uses[value], Use.SMOOTH)
     names, decisions = draft.names, draft.decisions
     draft.num_bits = {v: bits.of(names[v], uses.get(v, Use.LINEAR)) for v in draft.kept}
     if nbits_beside is None:

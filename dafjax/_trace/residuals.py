@@ -57,6 +57,7 @@ class Program:
         perturbed: For every argument, whether it is differentiated.
         differentiable: For every result, whether it has a cotangent.
         tags: The names that the user gave to values of `forward`.
+        function: The function, before it was differentiated.
         fingerprint: A hash of the program before any pass, in sixteen digits.
         recipes: Better ways to recompute some values, by value.
         decided: What a pass has decided about values that it added, by value.
@@ -72,6 +73,7 @@ class Program:
     perturbed: tuple[bool, ...]
     differentiable: tuple[bool, ...]
     tags: Mapping[int, tuple[str, ...]]
+    function: ClosedJaxpr
     fingerprint: str = ""
     recipes: Mapping[int, Recipe] = dataclasses.field(default_factory=dict)
     decided: Mapping[int, Any] = dataclasses.field(default_factory=dict)
@@ -212,6 +214,7 @@ def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
         perturbed=tuple(perturbed),
         differentiable=differentiable,
         tags=first.tags,
+        function=closed,
     )
     program = program.with_backward(equations, avals)
     fingerprint = _digest(
