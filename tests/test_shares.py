@@ -10,8 +10,10 @@ import dafjax
 from dafjax._passes.nonlinear import sum_of_shares
 from dafjax._plan.plan import record_plans
 from dafjax.policies import CompressExpensive
+from tests.helpers import relative_error
 
 
+NAME = ("softmax_denominator",)
 KEY = jax.random.key(0)
 W = jax.random.normal(jax.random.fold_in(KEY, 1), (64, 256)) / 8
 X = jax.random.normal(jax.random.fold_in(KEY, 2), (128, 64))
@@ -115,3 +117,34 @@ def test_where_all_codes_stand_for_0_nothing_is_divided_by_0(dtype):
     total = sum_of_shares(e, axes=(1,))
     np.testing.assert_array_equal(total.astype(jnp.float32), [32, jnp.nan, 1, 1])
     assert total.dtype == dtype
+
+
+def attention_loss(weights, x):
+    """Queries and keys are kept, because the exponentials are many."""
+    q, k, v = (x @ weights[name] for name in "qkv")
+    shares = jax.nn.softmax(q @ k.swapaxes(1, 2) / 8)
+    return jnp.mean(jnp.sin(shares @ v + x) ** 2)
+
+
+@pytest.mark.parametrize(("without", "least", "most"), [((), 0, 0.04), (NAME, 0.1, 9)])
+def test_shares_of_recomputed_exponentials_add_up(without, least, most):
+    """Inputs with a mean: all keys have a large part in common, which must cancel."""
+    keys = jax.random.split(KEY, 4)
+    weights = {
+        n: jax.random.normal(key, (64, 64)) / 8
+        for n, key in zip("qkv", keys, strict=False)
+    }
+    x = 3 + jax.random.normal(keys[3], (4, 256, 64))
+
+    @jax.jit
+    def draw(seed):
+        loss = dafjax.remat_compress(
+            attention_loss, bits=8, seed=seed, without_passes=without
+        )
+        return jax.grad(loss)(weights, x)
+
+    exact = jax.grad(attention_loss)(weights, x)
+    found = [draw(np.uint32(seed)) for seed in range(4)]
+    for name in "qk":
+        noise = np.mean([relative_error(f[name], exact[name]) for f in found])
+        assert least <= noise < most

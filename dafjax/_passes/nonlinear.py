@@ -35,12 +35,13 @@ argument are both recomputed from the same phase.
 Recomputes a softmax denominator from its dequantized numerators.
 
 A softmax is `exp(x) / sum(exp(x))`. If its backward pass reads the exponentials from
-codes but the exact sum, the shares of a row do not add up to 1. The part that all
-cotangents of the row have in common cancels in exact arithmetic; here it is multiplied
-by the difference from 1. If the sum is taken over the dequantized exponentials, the
-shares add up to 1. (Fine-tuned RoBERTa, 2 bits: this halves the noise that the
-exponentials bring into the cotangents of queries.) And the exact sum need not be
-stored.
+codes, or recomputes them from codes of `x`, but reads the exact sum, the shares of a
+row do not add up to 1. The part that all cotangents of the row have in common cancels
+in exact arithmetic; here it is multiplied by the difference from 1. If the sum is taken
+over these exponentials, the shares add up to 1. (Fine-tuned RoBERTa, 2 bits: this
+halves the noise that the exponentials bring into the cotangents of queries. One layer
+of attention on inputs with a mean of 3, 8 bits: 0.79 of the gradient's norm becomes
+0.02.) And the exact sum need not be stored.
 """
 
 import collections

@@ -226,7 +226,7 @@ class _Decider:
         return (
             recipe is not None
             and recipe.needs_codes
-            and applies(recipe, self.decisions)
+            and bool(self._sources.get(recipe.needs))
         )
 
     def _draw_cost(self, value: int) -> float:
@@ -250,10 +250,10 @@ def _read_exactly(program: Program) -> set[int]:
 
 
 def applies(recipe: Recipe, decisions: Mapping[int, Decision]) -> bool:
-    """Returns whether the values that a recipe needs are stored as it needs them."""
+    """Returns whether the value that a recipe needs is stored as it needs it."""
     decision = decisions.get(recipe.needs, Recompute())
     if recipe.needs_codes:
-        return is_inexact(decision)
+        return is_inexact(decision) or isinstance(decision, Recompute)
     return not isinstance(decision, Recompute)
 
 

@@ -28,7 +28,7 @@ class Recipe:
     Attributes:
         equation: It recomputes the value.
         needs: The value of `equation.inputs` that the plan must store: a mask, say.
-        needs_codes: Whether it must be stored in inexact codes.
+        needs_codes: Whether it must be decoded, or recomputed.
     """
 
     equation: Equation
