@@ -13,9 +13,9 @@ from typing import Any, NoReturn, TypeAlias, final
 import jax
 
 from dafjax._contexts import Choice, Mode, choosing
-from dafjax._estimate import StepMemory, measure, nothing_is_wrapped
 from dafjax._memory.predict import predict_temp_nbytes
 from dafjax._numbers import align, parse_nbytes, readable
+from dafjax._step_memory import StepMemory, measure, nothing_is_wrapped
 from dafjax._trace.paired import NotSeparableError
 from dafjax._trace.tracing import is_tracing, trace_context
 
