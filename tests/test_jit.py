@@ -252,6 +252,42 @@ def test_other_functions_of_the_step_are_computed_again(
     assert not choice.is_excluded
 
 
+def nested(outer, inner):
+    @outer
+    def outside(weights, x):
+        @inner
+        def inside(weights, x):
+            return layers(weights, x)
+
+        return inside(weights, x)
+
+    return outside
+
+
+@pytest.mark.parametrize("limit", ["12MiB", "100MiB"])
+def test_of_nested_functions_the_outermost_is_reported(example, limit):
+    step = dafjax.jit(jax.grad(nested(saving, dafjax.remat_compress)), memory=limit)
+    step.lower(*example)
+    others = {name for tried in step.report().tried for name, _ in tried.others}
+    assert others == ({"outside"} if limit == "12MiB" else set())
+    step = dafjax.jit(jax.grad(nested(dafjax.remat_compress, saving)), memory=limit)
+    step.lower(*example)
+    assert not any(tried.others for tried in step.report().tried)
+
+
+@pytest.mark.parametrize("choice", [Choice(Mode.EXACT), Choice(Mode.RERUN, 8)], ids=str)
+def test_what_the_outermost_saves_no_inner_function_computes_again(example, choice):
+    gradient = jax.grad(nested(saving, dafjax.remat_compress))
+    with choosing(choice):
+        got = num_products(jax.jit(gradient), example)
+    assert choice.is_excluded
+    assert got == num_products(jax.jit(jax.grad(layers)), example)
+    # Negative control.
+    with choosing(Choice(Mode.EXACT)):
+        again = jax.grad(nested(lambda fun: fun, dafjax.remat_compress))
+        assert got < num_products(jax.jit(again), example)
+
+
 def test_a_saved_plan_is_for_the_whole_function(example):
     wrapped = dafjax.remat_compress(layers)
     plan = dafjax.saved_residuals(wrapped, *example)
