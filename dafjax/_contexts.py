@@ -143,8 +143,8 @@ class Choice:
 
 
 @contextlib.contextmanager
-def choosing(choice: Choice) -> Iterator[None]:
-    """Gives these options to wrapped functions within a `with` block."""
+def choosing(choice: Choice | None) -> Iterator[None]:
+    """Gives these options to wrapped functions within a `with` block, if any."""
     with _CHOICE(choice):
         yield
 

@@ -107,7 +107,7 @@ def remat_compress(
             `dafjax.Bits(...)`, which explains them. A target
             (`dafjax.AverageBits(...)`, `dafjax.Budget(...)` or
             `dafjax.NoiseCeiling(...)`) allocates bits while the program runs: in a
-            `dafjax.stores.PagePool` or, with other stores, by `dafjax.adaptive_jit`.
+            `dafjax.stores.PagePool` or, with other stores, by `dafjax.jit`.
             `None` turns dafjax off: `fun` is returned as it is, gradients included.
         store: Where packed residuals are stored. `None`: `dafjax.stores.Arrays()`.
         static_argnums: Positions of arguments that are not arrays, hashable.

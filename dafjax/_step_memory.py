@@ -2,11 +2,13 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import jax
+from jax.sharding import NamedSharding, Sharding
 
 from dafjax._memory.predict import predict_temp_nbytes
 from dafjax._trace.tracing import has_primitive, nbytes_of
@@ -55,8 +57,8 @@ def predict(traced: Any, args: Any, kwargs: Any) -> StepMemory:
 
     On several devices it knows only the shardings of arguments. It assumes that a
     result is divided like an argument of its shape and dtype, and that temporary arrays
-    are divided among as many devices as any argument. In a `shard_map` they have the
-    shapes of one device.
+    are divided along all axes of the mesh along which some argument is. In a
+    `shard_map` they have the shapes of one device.
 
     Args:
         traced: The result of the method `trace` of a function that `jax.jit` returned.
@@ -68,11 +70,12 @@ def predict(traced: Any, args: Any, kwargs: Any) -> StepMemory:
     # By shape and dtype: whether each argument is donated, and its number of shards.
     alike: dict[Any, list[tuple[bool, int]]] = collections.defaultdict(list)
     argument_nbytes = output_nbytes = donated_nbytes = 0
-    most = 1
-    for info, num_shards in _arguments(traced, (args, kwargs)):
+    mesh_axes: dict[str, int] = {}
+    for info, sharding in _arguments(traced, (args, kwargs)):
+        num_shards = _num_shards(sharding, info.shape)
         alike[info.shape, info.dtype].append((info.donated, num_shards))
         argument_nbytes += nbytes_of(info) // num_shards
-        most = max(most, num_shards)
+        mesh_axes |= _mesh_axes(sharding)
     for found in alike.values():
         found.sort(key=lambda argument: not argument[0])
     for result in jax.tree.leaves(traced.out_info):
@@ -80,28 +83,40 @@ def predict(traced: Any, args: Any, kwargs: Any) -> StepMemory:
         is_donated, num_shards = found.pop(0) if found else (False, 1)
         output_nbytes += nbytes_of(result) // num_shards
         donated_nbytes += is_donated * nbytes_of(result) // num_shards
-    is_local = has_primitive(traced.jaxpr, {"shard_map"})
-    temp_nbytes = predict_temp_nbytes(traced.jaxpr) // (1 if is_local else most)
+    temp_nbytes = predict_temp_nbytes(traced.jaxpr)
+    if not has_primitive(traced.jaxpr, {"shard_map"}):
+        temp_nbytes //= math.prod(mesh_axes.values())
     return StepMemory(temp_nbytes, argument_nbytes, output_nbytes, donated_nbytes)
 
 
-def _arguments(traced: Any, arguments: Any) -> Iterator[tuple[Any, int]]:
-    """Returns the `ArgInfo` of each argument, and its number of shards."""
+def _arguments(traced: Any, arguments: Any) -> Iterator[tuple[Any, Sharding | None]]:
+    """Returns the `ArgInfo` and the sharding of each argument."""
     infos = jax.tree.leaves(traced.args_info)
+    # Options of `jax.jit`; closed-over arrays come first.
+    given = list(getattr(traced, "_params", {}).get("in_shardings", ()))[-len(infos) :]
     # By shape and dtype, the shardings of arguments, in order.
     of_leaves: dict[Any, list[Any]] = collections.defaultdict(list)
     for leaf in jax.tree.leaves(arguments):
         if hasattr(leaf, "shape"):
             of_leaves[leaf.shape, leaf.dtype].append(getattr(leaf, "sharding", None))
-    for info in infos:
+    for info, sharding in itertools.zip_longest(infos, given):
         found = of_leaves[info.shape, info.dtype]
-        yield info, _num_shards(found.pop(0) if found else None, info.shape)
+        of_leaf = found.pop(0) if found else None
+        yield info, sharding if isinstance(sharding, Sharding) else of_leaf
 
 
-def _num_shards(sharding: Any, shape: tuple[int, ...]) -> int:
+def _num_shards(sharding: Sharding | None, shape: tuple[int, ...]) -> int:
     if sharding is None or not math.prod(shape):
         return 1
     return math.prod(shape) // math.prod(sharding.shard_shape(shape))
+
+
+def _mesh_axes(sharding: Sharding | None) -> dict[str, int]:
+    """Returns the axes of the mesh that divide an array, with their sizes."""
+    if not isinstance(sharding, NamedSharding):
+        return {}
+    sizes = sharding.mesh.shape
+    return {axis: sizes[axis] for axis in jax.tree.leaves(tuple(sharding.spec))}
 
 
 def nothing_is_wrapped(caller: str, name: object) -> ValueError:
