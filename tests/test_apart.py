@@ -398,8 +398,9 @@ class TestMeasuredBits:
     def importances(step, *arguments):
         jax.block_until_ready(step(*arguments))
         (program,) = step._programs.values()
-        taken = program.ledger.take()
-        by_name = sorted(program.facts, key=lambda site: program.facts[site].name)
+        taken = program.adaptive.ledger.take()
+        facts = program.adaptive.facts
+        by_name = sorted(facts, key=lambda site: facts[site].name)
         importances = [taken["importances"][site] for site in by_name]
         return np.array([*importances, taken["gradient_energy"]])
 

@@ -138,6 +138,24 @@ def test_the_error_names_the_largest_batch(fun, weights, x):
         dafjax.jit(gradient, memory=limit).lower(weights, x[: batch * 9 // 8 + 1])
 
 
+def test_the_compiler_corrects_the_largest_batch(monkeypatch):
+    weights, x = [normal(WIDTH, WIDTH) / 11] * 4, normal(BATCH, WIDTH)
+    batches = []
+    for divisor in (1, 3):
+        predict = _step_memory.predict_temp_nbytes
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                _step_memory,
+                "predict_temp_nbytes",
+                lambda x, divisor=divisor, predict=predict: predict(x) // divisor,
+            )
+            step = dafjax.jit(jax.grad(dafjax.remat_compress(loss)), memory="1.5MiB")
+            with pytest.raises(ValueError, match=LARGEST) as error:
+                step.lower(weights, x)
+        batches += map(int, LARGEST.findall(str(error.value)))
+    assert batches[1] == pytest.approx(batches[0], rel=0.1)
+
+
 def test_where_no_batch_fits_the_error_says_so(example):
     step = dafjax.jit(jax.grad(dafjax.remat_compress(loss)), memory="64kB")
     with pytest.raises(ValueError, match=r"model predicts that none fits, with"):

@@ -142,7 +142,7 @@ def test_other_shardings_are_another_choice():
     step = dafjax.jit(sgd(dafjax.remat_compress), memory=limit)
     step(*sharded)
     assert step.report().options == "plain"
-    step(*example())
+    step(*place(P(), P()))
     assert step.report().options != "plain"
     step(*sharded)
     assert step.report().options == "plain"
