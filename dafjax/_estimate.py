@@ -97,10 +97,10 @@ def estimate(
 ) -> Estimate:
     """Returns the memory of a training step, by method. Runs nothing.
 
-    A static model of XLA:CPU predicts it from the traced step, mostly in about a
-    second. With `compile=True` the step is compiled three times, and the figures are
-    the compiler's, for the device on which the step would run. On GPUs ask the
-    compiler: the model does not know how XLA:GPU places arrays.
+    A static model of XLA:CPU predicts it from the traced step, in seconds. With
+    `compile=True` the step is compiled three times, and the figures are the compiler's,
+    for the device on which the step would run. On GPUs ask the compiler: the model does
+    not know how XLA:GPU places arrays.
 
     The three programs are the same step with different wrapped functions, at whatever
     depth the step calls them: the original functions, `jax.checkpoint` of them, and
@@ -251,9 +251,10 @@ def fit_batch(
     arrays, and results that do not reuse donated arguments (`StepMemory.total_nbytes`).
     Leave room for the rest of the process.
 
-    A static model of XLA:CPU predicts the memory of a batch from the traced step. With
-    `compile=True` steps are compiled, and the figures are the compiler's, for the
-    device on which the step would run. On GPUs ask the compiler.
+    A static model of XLA:CPU predicts the memory of a batch from the traced step; a
+    trace takes about a second. With `compile=True` steps are compiled, and the figures
+    are the compiler's, for the device on which the step would run. On GPUs ask the
+    compiler.
 
     By the figures, the returned batch fits. The next multiple does not fit, unless it
     exceeds `max_batch`. Memory is nearly linear in the batch, so the search mostly
