@@ -22,8 +22,8 @@ from benchmarks.methods import CPU_METHODS, make_method
 from benchmarks.tables import make_console, make_table
 from benchmarks.training import SCHEDULERS
 from benchmarks.transformers import Shape
-from dafjax._estimate import largest_that_fits
 from dafjax._numbers import parse_nbytes
+from dafjax._step_memory import largest_that_fits
 
 
 _MOST = 4096

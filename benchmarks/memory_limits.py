@@ -28,7 +28,7 @@ from benchmarks.peak_rss import peak_rss_in_fresh_process
 from benchmarks.tables import make_console, make_table
 from benchmarks.zoo import NETWORKS, Network, chosen
 from dafjax._assess import array_noise
-from dafjax._estimate import measure as measure_step
+from dafjax._step_memory import measure as measure_step
 
 
 Record = dict[str, Any]
@@ -93,7 +93,7 @@ def plain_nbytes(network: Network) -> int:
     """Returns the memory of the plain step."""
     step = jax.jit(jax.value_and_grad(network.loss))
     lowered = step.lower(network.params, *network.batch)
-    return measure_step(lowered, None).total_nbytes
+    return measure_step(lowered).total_nbytes
 
 
 def make_step(network: Network, limit: int, *, accumulate: bool) -> dafjax.Jit:

@@ -8,10 +8,6 @@ from dafjax import (
     stores as stores,
 )
 from dafjax._accumulate import accumulate as accumulate
-from dafjax._adaptive_jit import (
-    AdaptiveJit as AdaptiveJit,
-    adaptive_jit as adaptive_jit,
-)
 from dafjax._assess import (
     ArrayNoise as ArrayNoise,
     Assessment as Assessment,

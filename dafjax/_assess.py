@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dafjax._adaptive_jit import measure_variances
 from dafjax._bits import AnyBits, AverageBits
 from dafjax._contexts import AS_PLANNED, putting_in_force, standing_in
+from dafjax._jit import measure_variances
 from dafjax._numbers import align, as_count, parse_nbytes, readable
 from dafjax._plan.plan import place_of, record_plans, site_names
 from dafjax._remat_compress import remat_compress

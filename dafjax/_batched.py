@@ -46,6 +46,28 @@ class Arguments:
             for x, axis in zip(self.arrays, self.axes, strict=True)
         ]
 
+    @property
+    def num_shards(self) -> int:
+        """Among how many devices the examples are divided."""
+        found = 1
+        for x, axis in zip(self.arrays, self.axes, strict=True):
+            sharding = getattr(x, "sharding", None)
+            if axis is not None and sharding is not None:
+                found = max(found, x.shape[axis] // sharding.shard_shape(x.shape)[axis])
+        return found
+
+    def resized(self, size: int) -> tuple[Any, Any]:
+        """Returns the arguments, with shapes in place of arrays of examples."""
+        rest = iter(self.axes)
+        leaves = []
+        for leaf in self.leaves:
+            axis = next(rest) if _is_array(leaf) else None
+            if axis is not None:
+                resized = _resized(leaf, axis, size)
+                leaf = resized.update(sharding=getattr(leaf, "sharding", None))
+            leaves.append(leaf)
+        return jax.tree.unflatten(self.structure, leaves)
+
     def apply(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of these arguments as a function of the arrays."""
 

@@ -212,14 +212,14 @@ class AverageBits:
     During training the backward pass measures the sensitivity of each residual: how
     much its rounding adds to the variance of the gradient. Bits are then allocated so
     that this variance is least. A `dafjax.stores.PagePool` does this before each step
-    and recompiles nothing. For other stores `dafjax.adaptive_jit` does it, and
+    and recompiles nothing. For other stores `dafjax.jit` does it, and
     recompiles a step at most a few times.
 
     Residuals that enter gradients nonlinearly have at least 2 bits, as long as the
     average allows this. Residuals that are arguments of an exponential have 8, because
     fewer bits ruin a gradient. If these 8 bits do not fit, a pool still gives them, and
     the other residuals get their minimum. The average is then above the target
-    (`PagePool.stats` shows it). `adaptive_jit` raises an error instead.
+    (`PagePool.stats` shows it). `dafjax.jit` raises an error instead.
 
     Attributes:
         bits: Bits of the code of an element, from 1 to 8, without scales and minima.

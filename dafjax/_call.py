@@ -104,7 +104,7 @@ def bind(
     """Splits the static arguments off a call, and checks all arguments.
 
     Args:
-        fun: The function.
+        fun: The function, for errors.
         parameters: The result of `positional_parameters(fun)`.
         static: Which arguments are static.
         args: The positional arguments.
@@ -116,6 +116,24 @@ def bind(
     Raises:
         ValueError: A static argument is not hashable, or a position is out of range.
         TypeError: Another argument is not a pytree of arrays.
+    """
+    call = split(parameters, static, args, kwargs)
+    for place, value in call.static:
+        _check_hashable(fun, place, value)
+    _check_arrays(call)
+    return call
+
+
+def split(
+    parameters: Sequence[str],
+    static: StaticArguments,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Call:
+    """Splits the static arguments off a call, as `bind` does, without checks.
+
+    Raises:
+        ValueError: A position is out of range.
     """
     found: dict[int | str, Any] = {}
     for name in static.names:
@@ -131,15 +149,11 @@ def bind(
             raise _out_of_range("static_argnums", number, args)
         elif parameters[place] in kwargs:
             found[parameters[place]] = kwargs[parameters[place]]
-    for place, value in found.items():
-        _check_hashable(fun, place, value)
-    call = Call(
+    return Call(
         args=tuple(None if n in found else arg for n, arg in enumerate(args)),
         kwargs={name: value for name, value in kwargs.items() if name not in found},
         static=tuple(found.items()),
     )
-    _check_arrays(call)
-    return call
 
 
 def positional_parameters(fun: Callable[..., Any]) -> list[str]:

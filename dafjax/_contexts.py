@@ -1,8 +1,8 @@
 """Settings that hold while functions are traced inside a `with` block.
 
 They are a transform in place of `remat_compress`, for comparisons; the options that
-`dafjax.jit` chose; a list of the wrapped functions that a trace calls; and the active
-bit allocation.
+`dafjax.jit` chose; the mode of the wrapped function that is traced; a list of the
+wrapped functions that a trace calls; and the active bit allocation.
 """
 
 import contextlib
@@ -95,7 +95,8 @@ def current_stand_in() -> StandIn | None:
 class Choice:
     """Options of wrapped functions that `dafjax.jit` tries; counts their calls.
 
-    Each instance is equal only to itself, and is part of the keys of JAX's caches.
+    Calls inside of other wrapped functions do not count: the outermost decides. Each
+    instance is equal only to itself, and is part of the keys of JAX's caches.
 
     Attributes:
         mode: The residuals that functions store.
@@ -142,8 +143,8 @@ class Choice:
 
 
 @contextlib.contextmanager
-def choosing(choice: Choice) -> Iterator[None]:
-    """Gives these options to wrapped functions within a `with` block."""
+def choosing(choice: Choice | None) -> Iterator[None]:
+    """Gives these options to wrapped functions within a `with` block, if any."""
     with _CHOICE(choice):
         yield
 
@@ -155,6 +156,26 @@ _CHOICE: Any = jax.make_user_context(None)
 def current_choice() -> Choice | None:
     """Returns the options that wrapped functions get, if any."""
     return _CHOICE.value
+
+
+@contextlib.contextmanager
+def inside(mode: Mode) -> Iterator[None]:
+    """Tells functions called within a `with` block that a wrapped one calls them.
+
+    Args:
+        mode: The mode of the wrapped function.
+    """
+    with _OUTER(mode):
+        yield
+
+
+# Unlike a `contextvars.ContextVar`, it is part of the keys of JAX's caches.
+_OUTER: Any = jax.make_user_context(None)
+
+
+def outer_mode() -> Mode | None:
+    """Returns the mode of the wrapped function that is traced, if one is."""
+    return _OUTER.value
 
 
 @final

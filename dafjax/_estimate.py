@@ -1,6 +1,7 @@
 """The memory of a training step, and the largest batch that fits.
 
-Both compile the step (plain, with `jax.checkpoint`, with dafjax) and run nothing.
+Both trace the step (plain, with `jax.checkpoint`, with dafjax) and run nothing. A model
+answers, or the compiler on request.
 """
 
 import dataclasses
@@ -11,6 +12,13 @@ import jax
 
 from dafjax._contexts import standing_in
 from dafjax._numbers import align, as_count, parse_nbytes, readable, shown
+from dafjax._step_memory import (
+    StepMemory as StepMemory,
+    largest_that_fits,
+    measure,
+    nothing_is_wrapped,
+    predict,
+)
 
 
 Method: TypeAlias = Literal["plain", "checkpoint", "dafjax"]
@@ -30,30 +38,6 @@ _LABELS: Mapping[Method, str] = {
 
 @final
 @dataclasses.dataclass(frozen=True)
-class StepMemory:
-    """Bytes that one compiled step needs per device.
-
-    Attributes:
-        temp_nbytes: Bytes of temporary arrays, including residuals.
-        argument_nbytes: Bytes of arguments: parameters, optimizer state, data.
-        output_nbytes: Bytes of results.
-        donated_nbytes: Bytes of results that reuse donated arguments.
-    """
-
-    temp_nbytes: int
-    argument_nbytes: int
-    output_nbytes: int
-    donated_nbytes: int
-
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes while the step runs; donated arguments count once."""
-        new_nbytes = self.output_nbytes - self.donated_nbytes
-        return self.argument_nbytes + new_nbytes + self.temp_nbytes
-
-
-@final
-@dataclasses.dataclass(frozen=True)
 class Estimate:
     """Memory of one step, by method. Prints as a table.
 
@@ -61,11 +45,13 @@ class Estimate:
         plain: Memory with the original functions in place of the wrapped ones.
         checkpoint: Memory with `jax.checkpoint` of the original functions.
         dafjax: Memory of the step as it is.
+        is_compiled: Whether these are the compiler's figures, and not a model's.
     """
 
     plain: StepMemory
     checkpoint: StepMemory
     dafjax: StepMemory
+    is_compiled: bool
 
     @property
     def checkpoint_ratio(self) -> float:
@@ -95,16 +81,26 @@ class Estimate:
                     readable(memory.total_nbytes),
                 )
             )
-        return align(rows, right=range(1, len(header)))
+        table = align(rows, right=range(1, len(header)))
+        return table if self.is_compiled else f"{table}\n{_PREDICTED}"
+
+
+_PREDICTED = "predicted by a model of XLA:CPU; `compile=True` asks the compiler"
 
 
 def estimate(
     step: Callable[..., Any],
     *args: Any,
+    compile: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Estimate:
-    """Compiles a training step three ways and returns its memory. Runs nothing.
+    """Returns the memory of a training step, by method. Runs nothing.
+
+    A static model of XLA:CPU predicts it from the traced step, in seconds. With
+    `compile=True` the step is compiled three times, and the figures are the compiler's,
+    for the device on which the step would run. On GPUs ask the compiler: the model does
+    not know how XLA:GPU places arrays.
 
     The three programs are the same step with different wrapped functions, at whatever
     depth the step calls them: the original functions, `jax.checkpoint` of them, and
@@ -112,15 +108,16 @@ def estimate(
     outermost wrapper; `jax.checkpoint` is put around all of them.) If a whole loss is
     wrapped, `jax.checkpoint` saves no memory: to see it at its best, wrap blocks.
 
-    Figures come from XLA, for the device on which the step would run. They exclude the
-    memory of the process outside of the step.
+    Figures are per device, and exclude the memory of the process outside of the step.
 
     Args:
         step: The whole step, differentiation included. A function made by `jax.jit` is
-            compiled as it is, with its donated and static arguments; any other function
+            taken as it is, with its donated and static arguments; any other function
             is passed to `jax.jit`.
         *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
-        compiler_options: Options for XLA, as in `jax.jit(compiler_options=...)`.
+        compile: Whether to compile the step.
+        compiler_options: Options for XLA, as in `jax.jit(compiler_options=...)`, where
+            the step is compiled.
             `{"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}` is one.
         **kwargs: Its keyword arguments.
 
@@ -129,7 +126,8 @@ def estimate(
 
     Raises:
         TypeError: `step` is not a function.
-        ValueError: `step` calls no function wrapped by `remat_compress`.
+        ValueError: `step` calls no function wrapped by `remat_compress`, or there are
+            `compiler_options` without `compile=True`.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
@@ -145,55 +143,56 @@ def estimate(
         True
     """
     check_step("estimate", step)
-    memories: dict[Method, StepMemory] = {}
-    for method in METHODS:
-        lowered = lower("estimate", method, step, args, kwargs)
-        memories[method] = measure(lowered, compiler_options)
-    return Estimate(**memories)
+    memory_of = _memory_of("estimate", step, compile, compiler_options)
+    memories = {method: memory_of(method, args, kwargs) for method in METHODS}
+    return Estimate(**memories, is_compiled=compile)
 
 
-def measure(lowered: Any, compiler_options: Mapping[str, Any] | None) -> StepMemory:
-    """Compiles the result of `lower`, and returns the memory of the program."""
-    options = None if compiler_options is None else dict(compiler_options)
-    memory = lowered.compile(compiler_options=options).memory_analysis()
-    return StepMemory(
-        temp_nbytes=memory.temp_size_in_bytes,
-        argument_nbytes=memory.argument_size_in_bytes,
-        output_nbytes=memory.output_size_in_bytes,
-        donated_nbytes=memory.alias_size_in_bytes,
-    )
+def _memory_of(
+    caller: str,
+    step: Callable[..., Any],
+    compile: bool,
+    compiler_options: Mapping[str, Any] | None,
+) -> Callable[[Method, Sequence[Any], Mapping[str, Any]], StepMemory]:
+    """Returns a function from a method and arguments to the memory of a step."""
+    if compiler_options is not None and not compile:
+        raise ValueError(
+            f"`{caller}(compiler_options=...)` is for the compiler, but a model "
+            "answers. Add `compile=True`."
+        )
+
+    def memory_of(
+        method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> StepMemory:
+        traced = trace(caller, method, step, args, kwargs)
+        if compile:
+            return measure(traced.lower(), compiler_options)
+        return predict(traced, args, kwargs)
+
+    return memory_of
 
 
-def lower(
+def trace(
     caller: str,
     method: Method,
     step: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Lowers a step under one method.
+    """Traces a step under one method, as the method `trace` of `jax.jit` does.
 
     Raises:
         ValueError: The method replaces wrapped functions, but the step calls none.
     """
-    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    jitted: Any = step if hasattr(step, "trace") else jax.jit(step)
     transform = _TRANSFORMS.get(method)
     if transform is None:
-        return jitted.lower(*args, **kwargs)
+        return jitted.trace(*args, **kwargs)
     with standing_in(transform) as stand_in:
-        lowered = jitted.lower(*args, **kwargs)
+        traced = jitted.trace(*args, **kwargs)
     if stand_in.num_calls == 0:
         raise nothing_is_wrapped(caller, getattr(step, "__name__", step))
-    return lowered
-
-
-def nothing_is_wrapped(caller: str, name: object) -> ValueError:
-    """Returns the error for a step that calls no wrapped function."""
-    return ValueError(
-        f"`{caller}(step, ...)`: `{name!s}` calls no function wrapped by "
-        "`remat_compress` (or one with `bits=None`). Wrap the loss or its blocks "
-        "first, and pass the step that differentiates it."
-    )
+    return traced
 
 
 def check_step(caller: str, step: Any) -> None:
@@ -215,7 +214,9 @@ class FittedBatch:
         memory: Memory of the step with this batch.
         limit_nbytes: The limit in bytes.
         method: How wrapped functions are compiled, see `fit_batch`.
-        tried: All compiled batch sizes, smallest first, with the bytes that each needs.
+        tried: All batch sizes that were tried, smallest first, with the bytes that each
+            needs.
+        is_compiled: Whether these are the compiler's figures, and not a model's.
     """
 
     batch: int
@@ -223,11 +224,13 @@ class FittedBatch:
     limit_nbytes: int
     method: Method
     tried: tuple[tuple[int, int], ...]
+    is_compiled: bool
 
     def __str__(self) -> str:
         return (
             f"{self.method}: a batch of {self.batch} needs "
             f"{readable(self.memory.total_nbytes)} of {readable(self.limit_nbytes)}"
+            f"{'' if self.is_compiled else f', {_PREDICTED}'}"
         )
 
 
@@ -239,6 +242,7 @@ def fit_batch(
     method: Method = "dafjax",
     multiple_of: int = 1,
     max_batch: int = 65536,
+    compile: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> FittedBatch:
     """Finds the largest batch whose training step fits into memory. Runs nothing.
@@ -247,9 +251,14 @@ def fit_batch(
     arrays, and results that do not reuse donated arguments (`StepMemory.total_nbytes`).
     Leave room for the rest of the process.
 
-    The returned batch has been compiled and fits. The next multiple has been compiled
-    and does not fit, unless it exceeds `max_batch`. Memory is nearly linear in the
-    batch, so the search mostly compiles four to seven programs, and never more than
+    A static model of XLA:CPU predicts the memory of a batch from the traced step; a
+    trace takes about a second. With `compile=True` steps are compiled, and the figures
+    are the compiler's, for the device on which the step would run. On GPUs ask the
+    compiler.
+
+    By the figures, the returned batch fits. The next multiple does not fit, unless it
+    exceeds `max_batch`. Memory is nearly linear in the batch, so the search mostly
+    tries four to seven batches, and never more than
     `6 * log2(max_batch / multiple_of) + 2`. If memory does not grow steadily, a larger
     batch may fit as well.
 
@@ -260,12 +269,14 @@ def fit_batch(
             that do not fit.
         limit: The limit per device: bytes, or text such as `"512MiB"`, `"2GiB"` or
             `"1.5GB"`.
-        method: How to compile functions wrapped by `remat_compress`: `"dafjax"` as they
+        method: How to take functions wrapped by `remat_compress`: `"dafjax"` as they
             are, `"plain"` without the wrapper, or `"checkpoint"` with `jax.checkpoint`
             in its place.
         multiple_of: Only multiples of this are tried.
         max_batch: No larger batch is tried; at most 2**31 - 1.
-        compiler_options: Options for XLA, as in `jax.jit(compiler_options=...)`.
+        compile: Whether to compile the step with each batch that is tried.
+        compiler_options: Options for XLA, as in `jax.jit(compiler_options=...)`, where
+            the step is compiled.
 
     Returns:
         The batch, and the memory of the step with it.
@@ -273,7 +284,8 @@ def fit_batch(
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: An argument has a value outside its set, `step` calls no function
-            wrapped by `remat_compress`, or the smallest batch does not fit.
+            wrapped by `remat_compress`, or the smallest batch does not fit. Or there
+            are `compiler_options` without `compile=True`.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
@@ -296,15 +308,14 @@ def fit_batch(
     multiple_of = _checked_batch("multiple_of", multiple_of, 1)
     max_batch = _checked_batch("max_batch", max_batch, multiple_of)
     limit_nbytes = parse_nbytes("fit_batch(limit=...)", limit)
+    memory_of = _memory_of("fit_batch", step, compile, compiler_options)
     # Raises an error if nothing is wrapped, also for `method="dafjax"`.
-    lower("fit_batch", "plain", step, _arguments(args_of_batch, multiple_of), {})
+    trace("fit_batch", "plain", step, _arguments(args_of_batch, multiple_of), {})
     memories: dict[int, StepMemory] = {}
 
     def nbytes_of(count: int) -> int:
         batch = count * multiple_of
-        arguments = _arguments(args_of_batch, batch)
-        lowered = lower("fit_batch", method, step, arguments, {})
-        memories[batch] = measure(lowered, compiler_options)
+        memories[batch] = memory_of(method, _arguments(args_of_batch, batch), {})
         return memories[batch].total_nbytes
 
     batch = multiple_of * largest_that_fits(
@@ -318,61 +329,8 @@ def fit_batch(
         limit_nbytes=limit_nbytes,
         method=method,
         tried=tuple((n, memories[n].total_nbytes) for n in sorted(memories)),
+        is_compiled=compile,
     )
-
-
-def largest_that_fits(
-    nbytes_of: Callable[[int], int], limit_nbytes: int, most: int
-) -> int:
-    """Returns a count that fits, while the next does not or is more than `most`.
-
-    Args:
-        nbytes_of: Function from a count to its bytes; costly, and nearly linear.
-        limit_nbytes: The limit in bytes.
-        most: The largest count.
-
-    Returns:
-        The count; 0 if 1 does not fit.
-    """
-    # Invariant: `low` fits; `high` does not, or is out of range.
-    low, high = 0, most + 1
-    known: dict[int, int] = {}
-    guess = 1
-    while True:
-        known[guess] = nbytes_of(guess)
-        if known[guess] <= limit_nbytes:
-            low = guess
-        else:
-            high = guess
-        if high - low <= 1:
-            return low
-        guess = _next_guess(known, low, high, limit_nbytes)
-
-
-# The second count is this many times the first: far enough apart to separate the bytes
-# of the batch from the bytes of the parameters.
-_SECOND = 8
-# A line through two points is extrapolated at most to this multiple of the last count.
-_FARTHEST = 32
-
-
-def _next_guess(
-    known: Mapping[int, int], low: int, high: int, limit_nbytes: int
-) -> int:
-    if len(known) == 1:
-        guess = _SECOND * low
-    elif len(known) > 2 and len(known) % 3 == 2:
-        # Every third guess halves the range, or doubles the count if no upper bound is
-        # known. So the search ends, however the bytes grow.
-        guess = (low + high) // 2 if high in known else 2 * low
-    else:
-        other = high if high in known else max(n for n in known if n < low)
-        slope = (known[other] - known[low]) / (other - low)
-        room = limit_nbytes - known[low]
-        guess = _FARTHEST * low
-        if room < slope * (guess - low):
-            guess = low + int(room / slope)
-    return min(max(guess, low + 1), high - 1)
 
 
 def _arguments(args_of_batch: Any, batch: int) -> tuple[Any, ...]:

@@ -1,40 +1,42 @@
 """`dafjax.jit`: like `jax.jit`, with options that fit into a limit of memory."""
 
-import bisect
+import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import threading
 import types
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeAlias, final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, final
 
 import jax
 
-from dafjax._contexts import Choice, Mode, choosing
-from dafjax._estimate import StepMemory, measure, nothing_is_wrapped
-from dafjax._memory.predict import predict_temp_nbytes
-from dafjax._numbers import align, parse_nbytes, readable
-from dafjax._trace.paired import NotSeparableError
+from dafjax._adaptive import AdaptiveBits, as_planned
+from dafjax._call import StaticArguments, positional_parameters, split
+from dafjax._contexts import (
+    AS_PLANNED,
+    BitsInForce,
+    Choice,
+    choosing,
+    current_stand_in,
+    putting_in_force,
+)
+from dafjax._numbers import as_count, parse_nbytes, readable
+from dafjax._search import (
+    JitReport as JitReport,
+    Search,
+    TriedProgram as TriedProgram,
+)
+from dafjax._step_memory import measure
 from dafjax._trace.tracing import is_tracing, trace_context
 
 
-# At most so many programs are compiled for arguments of the same shapes.
-_MOST_COMPILES = 3
-
-
-# The modes and bits to try: the least noisy first, then the fastest.
-_Kind: TypeAlias = tuple[Mode, int | None]
-_KINDS: tuple[_Kind, ...] = (
-    (Mode.PLAIN, None),
-    (Mode.EXACT, None),
-    *((mode, bits) for bits in (8, 4, 2) for mode in (Mode.CODES, Mode.RERUN)),
-)
-
-
 def jit(
-    step: Callable[..., Any] | None = None, *, memory: int | str, **jit_options: Any
+    step: Callable[..., Any] | None = None,
+    *,
+    memory: int | str | None = None,
+    most_compiles: int = 8,
+    **jit_options: Any,
 ) -> Any:
     """Compiles a training step so that it fits into a limit of memory.
 
@@ -50,25 +52,55 @@ def jit(
 
     The limit covers the memory that the step holds while it runs: arguments, temporary
     arrays, and results that do not reuse donated arguments. Leave room for the rest of
-    the process.
+    the process. On several devices it is the memory of each.
 
     A static model of XLA:CPU predicts which programs fit; the compiler's figure for the
     first program corrects its scale. The compiler's own figure decides. At most three
-    programs are compiled for arguments of the same shapes.
+    programs are compiled for arguments of the same shapes and shardings. If none fits,
+    the error names the largest batch that the model predicts to fit. (The batch axis is
+    the first one of the arguments after the first, as in `accumulate`; if their lengths
+    differ, it names none.)
+
+    Bits adapt to measurements where functions are wrapped with a target, as in
+    `remat_compress(bits=dafjax.AverageBits(...))`, `Budget` or `NoiseCeiling`, and with
+    a store whose bits are part of the compiled program: `dafjax.stores.Arrays()`, the
+    default, or `Host()`. (A `dafjax.stores.PagePool` changes bits by itself, and needs
+    only `jax.jit`.) The program measures how much the rounding of each residual
+    disturbs the gradient. Before calls 2, 8, 32, 128, ... the measurements since the
+    last time are read. The step is recompiled with other bits if these lower the
+    variance of the gradient by 10 %, or if a noise ceiling asks for it.
+
+    - With a limit, the chosen bits come first. Other bits may take only as many bytes,
+      and the recompiled program must fit. Segments that are computed again have fixed
+      bits.
+    - Without a limit, options stay as they are, and bits follow the targets. The first
+      program has the same bits for all residuals, as many as the target allows; for a
+      noise ceiling it has the most. Functions wrapped with equal targets share one.
+      Residuals that enter gradients through an exponential have 8 bits, as always, and
+      these count in the target. If less than 1 bit is left for the others, the call
+      raises a `ValueError`. Other nonlinear uses have at least 2 bits, as far as the
+      target allows. If XLA partitions a program, the bytes of a `Budget` are for all
+      devices together; in a `jax.shard_map` they are for each device.
+
+    As with `jax.jit`, arguments of other shapes make another program, with a choice and
+    bits of its own. The step is compiled even under `jax.disable_jit`.
 
     Args:
         step: The step, differentiation included.
         memory: The limit per device: bytes, or text such as `"512MiB"`, `"2GiB"` or
-            `"1.5GB"`.
+            `"1.5GB"`. `None`: no limit, and nothing is chosen.
+        most_compiles: Maximum number of programs for arguments of the same shapes as
+            bits adapt; at least 1. Later measurements change nothing.
         **jit_options: Options of `jax.jit`.
 
     Returns:
         A `Jit`: a function with the signature of `step`.
 
     Raises:
-        TypeError: `step` is not a function.
-        ValueError: `memory` is not a number of bytes. When it is called: the step calls
-            no function wrapped by `remat_compress`, or no program fits.
+        TypeError: `step` is not a function, or `most_compiles` is not an integer.
+        ValueError: `memory` is not a number of bytes, or `most_compiles` is less than
+            1. When it is called: the step calls no function wrapped by
+            `remat_compress`, or no program fits.
 
     Example:
         >>> import dafjax, jax, jax.numpy as jnp
@@ -84,77 +116,68 @@ def jit(
         True
     """
     if step is None:
-        return functools.partial(jit, memory=memory, **jit_options)
+        return functools.partial(
+            jit, memory=memory, most_compiles=most_compiles, **jit_options
+        )
     if not callable(step):
         raise TypeError(f"`jit(step)` must be given a function, but got `{step!r}`.")
-    return Jit(step, parse_nbytes("jit(memory=...)", memory), jit_options)
+    limit = None if memory is None else parse_nbytes("jit(memory=...)", memory)
+    most = as_count("jit(most_compiles=...)", most_compiles, least=1)
+    return Jit(step, limit, most, jit_options)
+
+
+def measure_variances(fun: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """Runs a function once, and measures the variance that each residual adds.
+
+    Args:
+        fun: A function that differentiates a function wrapped with a target for bits.
+        *args: Its arguments.
+
+    Returns:
+        By the name of each residual, the variance of the gradient that its rounding
+        causes at the bits that it has without a target.
+    """
+    step = Jit(fun, None, 1, {})
+    jax.block_until_ready(step(*args))
+    return step.take_variances()
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class TriedProgram:
-    """A program that was considered.
+@dataclasses.dataclass(eq=False)
+class _Program:
+    """A step for arguments of given shapes and shardings.
 
     Attributes:
-        options: The options of wrapped functions, as text.
-        predicted_nbytes: Bytes of the whole step that the model predicts; `None` if
-            nothing was predicted, because a program before fits.
-        compiled: The compiler's figures, if it was compiled.
-        others: The wrapped functions whose own options exclude these, with the options
-            that they get instead, as text.
-        is_skipped: Whether all functions are such: another program is the same.
+        planned: Its planned bits.
+        choice: The options of wrapped functions, if there is a limit.
+        report: The choice and its reasons, if there is a limit.
+        adaptive: The bits that adapt, if some do.
+        num_calls: How often it was called.
+        num_compiles: How many programs with other bits there were.
+        last: A small result of the last call before measurements are read.
     """
 
-    options: str
-    predicted_nbytes: int | None
-    compiled: StepMemory | None
-    others: tuple[tuple[str, str], ...] = ()
-    is_skipped: bool = False
+    planned: BitsInForce
+    choice: Choice | None = None
+    report: JitReport | None = None
+    adaptive: AdaptiveBits | None = None
+    num_calls: int = 0
+    num_compiles: int = 1
+    last: jax.Array | None = None
 
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Gives its options and bits to functions within a `with` block."""
+        bits = self.planned if self.adaptive is None else self.adaptive.in_force
+        with choosing(self.choice), putting_in_force(bits):
+            yield
 
-@final
-@dataclasses.dataclass(frozen=True)
-class JitReport:
-    """What `dafjax.jit` chose for arguments of given shapes. Prints as a table.
-
-    Attributes:
-        limit_nbytes: The limit in bytes.
-        options: The options of wrapped functions that were chosen, as text.
-        memory: The memory of the chosen program.
-        tried: All programs, the least noisy first.
-        notes: Why programs were left out.
-    """
-
-    limit_nbytes: int
-    options: str
-    memory: StepMemory
-    tried: tuple[TriedProgram, ...]
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("options", "predicted", "compiled", "")]
-        for tried in self.tried:
-            compiled = tried.compiled
-            total = None if compiled is None else compiled.total_nbytes
-            verdict = "" if total is None or total <= self.limit_nbytes else "too large"
-            if tried.options == self.options:
-                verdict = "chosen"
-            if tried.is_skipped:
-                verdict = "skipped"
-            cells = map(_shown, (tried.predicted_nbytes, total))
-            rows.append((tried.options, *cells, verdict))
-        table = align(rows, right=range(1, 3))
-        notes = (
-            f"{tried.options}: `{name}` gets {options}, because of its policy"
-            for tried in self.tried
-            for name, options in tried.others
-        )
-        lines = f"limit {readable(self.limit_nbytes)}", table, *notes, *self.notes
-        return "\n".join(lines)
-
-
-def _shown(nbytes: int | None) -> str:
-    return "-" if nbytes is None else readable(nbytes)
+    def wait(self) -> None:
+        """Waits for the measurements of the last call."""
+        last, self.last = self.last, None
+        # A result donated since then is deleted, so there is nothing to wait for.
+        if last is not None and not last.is_deleted():
+            last.block_until_ready()
 
 
 @final
@@ -162,255 +185,224 @@ class Jit:
     """The function that `dafjax.jit` returns."""
 
     def __init__(
-        self, step: Callable[..., Any], limit_nbytes: int, options: Mapping[str, Any]
+        self,
+        step: Callable[..., Any],
+        limit_nbytes: int | None,
+        most_compiles: int,
+        options: Mapping[str, Any],
     ) -> None:
         functools.update_wrapper(self, step)
         self._step = step
         self._limit = limit_nbytes
+        self._most_compiles = most_compiles
         self._jitted: Any = jax.jit(step, **options)
-        # Keyed by structure, shapes, dtypes and static arguments.
-        self._programs: dict[Any, tuple[Choice, JitReport]] = {}
-        self._last: JitReport | None = None
+        self._parameters = positional_parameters(step)
+        self._static = _static_arguments(**options)
+        # Numbered in order of creation, so that a program cached on disk has the same
+        # name in another process.
+        self._name = f"adaptive {next(_NUMBERS)}"
+        # Keyed by structure, shapes, dtypes, shardings and static arguments.
+        self._programs: dict[Any, _Program] = {}
+        self._last: _Program | None = None
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
-        with choosing(self._choice(args, kwargs)), jax.disable_jit(False):
-            return self._jitted(*args, **kwargs)
+        self._refuse_transformations()
+        with self._lock:
+            program = self._program(args, kwargs)
+            program.num_calls += 1
+            if _is_reading(program.num_calls):
+                self._adapt(program, args, kwargs)
+        with program.in_force(), jax.disable_jit(False):
+            results = self._jitted(*args, **kwargs)
+        if program.adaptive is not None and _is_reading(program.num_calls + 1):
+            arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
+            program.last = min(arrays, key=lambda array: array.size, default=None)
+        return results
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds the step to an instance, where it is a method of a class."""
         return self if instance is None else types.MethodType(self, instance)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the program that is chosen for these arguments, as `jax.jit` does."""
-        with choosing(self._choice(args, kwargs)):
-            return self._jitted.lower(*args, **kwargs)
+        """Traces and lowers the present program, like `jax.jit`'s `lower`."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the present program for these arguments, like `jax.jit`'s `trace`.
+
+        A program compiled from it keeps its options and bits.
+        """
+        if current_stand_in() is not None:
+            return self._jitted.trace(*args, **kwargs)
+        self._refuse_transformations()
+        with self._lock:
+            program = self._program(args, kwargs)
+        with program.in_force():
+            return self._jitted.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns shapes and dtypes of the results, like `jax.jit`'s `eval_shape`."""
+        with putting_in_force(AS_PLANNED):
+            return self._jitted.eval_shape(*args, **kwargs)
 
     def report(self) -> JitReport:
         """Returns the choice for the shapes of the last call, and its reasons.
 
         Raises:
-            RuntimeError: The step was not called before.
+            RuntimeError: The step was not called before, or it has no limit.
         """
-        if self._last is None:
+        if self._last is None or self._last.report is None:
             raise RuntimeError(
-                "`report()` of a step of `dafjax.jit` says what was chosen for its "
-                "arguments: call the step first, or its method `lower`."
+                "`report()` of a step of `dafjax.jit(memory=...)` says what was chosen "
+                "for its arguments: give a limit, and call the step first, or its "
+                "method `lower`."
             )
-        return self._last
+        return self._last.report
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Bits of each residual that adapt, by its name; empty before the first call.
+
+        Names are as in `dafjax.print_saved_residuals`, with some digits that tell
+        functions apart. The residuals for all shapes of arguments are included.
+        """
+        return {name: bits for a in self._adaptive for name, bits in a.by_name.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all residuals whose bits adapt, in the largest program."""
+        return max((adaptive.nbytes for adaptive in self._adaptive), default=0)
+
+    @property
+    def num_compiles(self) -> int:
+        """Largest number of programs so far for arguments of the same shapes."""
+        return max((p.num_compiles for p in self._programs.values()), default=1)
+
+    def take_variances(self) -> dict[str, float]:
+        """Returns the variance that each residual adds to the gradient, and resets it.
+
+        The variances are measured since the last call, and keyed by residual name. They
+        are those at the bits that residuals have without a target.
+        """
+        found: dict[str, float] = {}
+        for adaptive in self._adaptive:
+            found |= adaptive.take_variances()
+        return found
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "A step of `dafjax.jit` cannot be copied or pickled: it owns compiled "
-            "programs. Wrap the function with `dafjax.jit` again."
+            "programs, and what they have measured. Pass the step itself; in another "
+            "process, wrap its function with `dafjax.jit` again."
         )
 
     def __repr__(self) -> str:
-        return f"<dafjax.jit of {self._step!r}, memory={readable(self._limit)!r}>"
+        limit = "" if self._limit is None else f", memory={readable(self._limit)!r}"
+        return f"<dafjax.jit of {self._step!r}{limit}>"
 
-    def _choice(self, args: Any, kwargs: Any) -> Choice:
-        """Returns the options for some arguments; compiles if they are new."""
-        name = getattr(self._step, "__name__", self._step)
+    @property
+    def _adaptive(self) -> list[AdaptiveBits]:
+        programs = self._programs.values()
+        return [p.adaptive for p in programs if p.adaptive is not None]
+
+    def _program(self, args: Any, kwargs: Any) -> _Program:
+        """Returns the program for some arguments; chooses it if they are new."""
+        call = split(self._parameters, self._static, args, kwargs)
+        leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+        key = structure, tuple(map(_kind_of, leaves)), call.static, trace_context()
+        if key not in self._programs:
+            self._programs[key] = self._new_program(args, kwargs)
+        self._last = self._programs[key]
+        return self._last
+
+    def _new_program(self, args: Any, kwargs: Any) -> _Program:
+        name = f"{self._name}, program {len(self._programs)}"
+        program = _Program(as_planned(name))
+        if self._limit is not None:
+            search = Search(self._jitted, self._limit, args, kwargs)
+            with putting_in_force(program.planned):
+                program.choice, program.report = search.run()
+        with program.in_force():
+            closed = self._jitted.trace(*args, **kwargs).jaxpr
+        is_limited = self._limit is not None
+        program.adaptive = AdaptiveBits.of(
+            name, closed, program.planned, keeps_bytes=is_limited
+        )
+        self._check(program, args, kwargs)
+        return program
+
+    def _adapt(self, program: _Program, args: Any, kwargs: Any) -> None:
+        """Reads measurements, and takes other bits if they are worth it, and fit."""
+        if program.adaptive is None:
+            return
+        program.wait()
+        better = program.adaptive.better()
+        if better is None or program.num_compiles >= self._most_compiles:
+            return
+        other = dataclasses.replace(program, adaptive=better)
+        self._check(other, args, kwargs)
+        program.num_compiles += 1
+        if program.report is not None:
+            with other.in_force():
+                memory = measure(self._jitted.lower(*args, **kwargs))
+            if memory.total_nbytes > program.report.limit_nbytes:
+                return
+            program.report = dataclasses.replace(program.report, memory=memory)
+        program.adaptive = better
+
+    def _check(self, program: _Program, args: Any, kwargs: Any) -> None:
+        """Raises an error unless the program has its bits where it is traced."""
+        if program.adaptive is not None:
+            with program.in_force():
+                program.adaptive.check(self._jitted.trace(*args, **kwargs).jaxpr)
+
+    def _refuse_transformations(self) -> None:
         if is_tracing():
+            name = getattr(self._step, "__name__", self._step)
             raise ValueError(
                 f"`{name!s}` was made by `dafjax.jit` and is called inside of "
                 "`jax.jit`, `jax.grad` or another transformation, whose memory it "
-                "cannot know. Put `dafjax.jit` round the whole step."
+                "cannot know, and where its bits could not change. Put `dafjax.jit` "
+                "round the whole step, differentiation included; for shapes use its "
+                "method `eval_shape`."
             )
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        key = structure, tuple(map(_type_or_value, leaves)), trace_context()
-        with self._lock:
-            if key not in self._programs:
-                search = _Search(str(name), self._jitted, self._limit, args, kwargs)
-                self._programs[key] = search.run()
-            choice, self._last = self._programs[key]
-        return choice
 
 
-def _type_or_value(leaf: Any) -> Any:
+def _static_arguments(
+    static_argnums: int | Iterable[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    **_: Any,
+) -> StaticArguments:
+    """Returns the static arguments among options of `jax.jit`, which checks them."""
+    numbers = () if static_argnums is None else static_argnums
+    names = () if static_argnames is None else static_argnames
+    return StaticArguments(
+        tuple(numbers) if isinstance(numbers, Iterable) else (numbers,),
+        (names,) if isinstance(names, str) else tuple(names),
+    )
+
+
+def _kind_of(leaf: Any) -> Any:
+    """Returns the type of an argument, and its sharding if it is on many devices."""
     try:
-        return jax.typeof(leaf)
+        kind = jax.typeof(leaf)
     except TypeError:
         return leaf
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or len(sharding.device_set) == 1:
+        return kind
+    return kind, sharding
 
 
-@final
-class _Search:
-    """Looks for the least noisy program that fits."""
+def _is_reading(call: int) -> bool:
+    """Returns whether measurements are read before a call: 2, 8, 32, 128, ...
 
-    def __init__(
-        self, name: str, jitted: Any, limit_nbytes: int, args: Any, kwargs: Any
-    ) -> None:
-        self._name = name
-        self._jitted = jitted
-        self._limit = limit_nbytes
-        self._arguments = args, kwargs
-        self._choices: dict[tuple[_Kind, int], Choice] = {}
-        self._predicted: dict[Choice, int] = {}
-        self._compiled: dict[Choice, StepMemory] = {}
-        # Bytes of arguments and results; and the compiler's figure over the model's for
-        # temporary arrays, plain and compressed.
-        self._fixed = 0
-        self._scale: dict[bool, float] = {}
-        # Why the batch cannot be split, if it cannot.
-        self._whole_only = ""
-
-    def run(self) -> tuple[Choice, JitReport]:
-        """Returns the options that were chosen, and why."""
-        best: Choice | None = None
-        for _ in range(_MOST_COMPILES):
-            choice = self._next()
-            if choice is None:
-                break
-            if self._compile(choice).total_nbytes <= self._limit:
-                best = choice
-        if best is None:
-            raise self._too_little()
-        numbers = sorted({number for _, number in self._choices})
-        choices = (self._choices.get(key) for key in itertools.product(_KINDS, numbers))
-        tried = [self._tried(choice) for choice in choices if choice is not None]
-        seen = {kind for kind, _ in self._choices}
-        tried += (
-            TriedProgram(str(Choice(*kind)), None, None)
-            for kind in _KINDS
-            if kind not in seen
-        )
-        memory = self._compiled[best]
-        notes = (self._whole_only,) if self._whole_only else ()
-        report = JitReport(self._limit, str(best), memory, tuple(tried), notes)
-        return best, report
-
-    def _tried(self, choice: Choice) -> TriedProgram:
-        return TriedProgram(
-            str(choice),
-            self._prediction(choice),
-            self._compiled.get(choice),
-            tuple(choice.others.items()),
-            choice.is_excluded,
-        )
-
-    def _choice(self, kind: _Kind, number: int) -> Choice:
-        key = kind, number
-        if key not in self._choices:
-            self._choices[key] = Choice(*kind, number)
-        return self._choices[key]
-
-    def _numbers(self) -> list[int]:
-        """Returns the numbers of microbatches that divide all batches."""
-        plain = self._choice(_KINDS[0], 1)
-        self._predict(plain)
-        splits = plain.batches and not self._whole_only
-        size = math.gcd(*plain.batches) if splits else 1
-        return [n for n in range(1, size + 1) if size % n == 0]
-
-    def _fitting(self, kind: _Kind) -> Choice | None:
-        """Returns the program of a kind with the fewest microbatches that fits."""
-        choices = [self._choice(kind, number) for number in self._numbers()]
-
-        def fits(choice: Choice) -> bool:
-            return self._predict(choice) <= self._limit
-
-        if fits(choices[0]):
-            return choices[0]
-        if not fits(choices[-1]):
-            return None
-        return choices[bisect.bisect_left(choices, True, key=fits)]
-
-    def _next(self) -> Choice | None:
-        """Returns the next program to compile; `None` if none less noisy may fit."""
-        for kind in _KINDS:
-            choice = self._fitting(kind)
-            if choice is not None:
-                # For a compiled program, `_predict` returns the compiler's figure.
-                return None if choice in self._compiled else choice
-        most = self._numbers()[-1]
-        left = [self._choice(kind, most) for kind in _KINDS]
-        left = [choice for choice in left if choice not in self._compiled]
-        smallest = min(left, key=self._predict, default=None)
-        found = [memory.total_nbytes for memory in self._compiled.values()]
-        if smallest is None or self._predict(smallest) >= min(found, default=math.inf):
-            return None
-        return smallest
-
-    def _predict(self, choice: Choice) -> float:
-        """Returns the bytes that the whole step is predicted to need.
-
-        Infinity if all functions get other options: another program is the same.
-        """
-        if choice not in self._predicted and not choice.is_excluded:
-            args, kwargs = self._arguments
-            try:
-                with choosing(choice):
-                    traced = self._jitted.trace(*args, **kwargs)
-            except NotSeparableError as error:
-                self._whole_only = str(error)
-                return math.inf
-            if not choice.num_calls and not choice.batches:
-                raise nothing_is_wrapped("dafjax.jit", self._name)
-            if choice.is_excluded:
-                return math.inf
-            self._fixed = self._fixed or _nbytes_of_arrays(traced)
-            self._predicted[choice] = predict_temp_nbytes(traced.jaxpr)
-        total = self._total(choice)
-        return math.inf if total is None else total
-
-    def _total(self, choice: Choice) -> int | None:
-        """Returns the bytes of a program: the compiler's figure, or a prediction."""
-        compiled = self._compiled.get(choice)
-        return compiled.total_nbytes if compiled else self._prediction(choice)
-
-    def _prediction(self, choice: Choice) -> int | None:
-        predicted = self._predicted.get(choice)
-        if predicted is None:
-            return None
-        scale = self._scale.get(choice.mode is Mode.PLAIN, 1.0)
-        return self._fixed + math.ceil(scale * predicted)
-
-    def _compile(self, choice: Choice) -> StepMemory:
-        args, kwargs = self._arguments
-        with choosing(choice):
-            memory = measure(self._jitted.lower(*args, **kwargs), None)
-        self._compiled[choice] = memory
-        self._fixed = memory.total_nbytes - memory.temp_nbytes
-        predicted = max(self._predicted[choice], 1)
-        self._scale[choice.mode is Mode.PLAIN] = memory.temp_nbytes / predicted
-        return memory
-
-    def _too_little(self) -> ValueError:
-        choice, least = min(
-            self._compiled.items(), key=lambda item: item[1].total_nbytes
-        )
-        return ValueError(
-            f"`dafjax.jit(memory=...)`: {readable(self._limit)} do not hold "
-            f"`{self._name}`. The smallest program found needs "
-            f"{readable(least.total_nbytes)}, with {choice}: arguments "
-            f"{readable(least.argument_nbytes)}, temporary arrays "
-            f"{readable(least.temp_nbytes)}, results {readable(least.output_nbytes)}, "
-            f"of which {readable(least.donated_nbytes)} reuse donated arguments. "
-            f"{self._others()}Raise the limit; donate arguments (`donate_argnums`); or "
-            "take a smaller batch: `dafjax.fit_batch` finds the largest that fits."
-        )
-
-    def _others(self) -> str:
-        """Says why smaller programs were left out, for an error."""
-        whole_only = f"{self._whole_only} " if self._whole_only else ""
-        names = dict.fromkeys(name for c in self._choices.values() for name in c.others)
-        listed = ", ".join(f"`{name}`" for name in names)
-        excluded = f"The policies of {listed} exclude `rematerialize`. "
-        return whole_only + (excluded if names else "")
+    The interval grows fourfold each time: importances change ever more slowly during
+    training, and a mean over more of them is more accurate.
+    """
+    return call >= 2 and call.bit_count() == 1 and call.bit_length() % 2 == 0
 
 
-def _nbytes_of_arrays(traced: Any) -> int:
-    """Returns the bytes of arguments, and of results that reuse none of them."""
-    arguments = jax.tree.leaves(traced.args_info)
-    results = jax.tree.leaves(traced.out_info)
-    free = [(x.shape, x.dtype) for x in arguments if x.donated]
-    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in arguments)
-    for result in results:
-        kind = result.shape, result.dtype
-        if kind in free:
-            free.remove(kind)
-        else:
-            nbytes += math.prod(result.shape) * result.dtype.itemsize
-    return nbytes
+_NUMBERS = itertools.count()

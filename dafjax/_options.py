@@ -9,7 +9,7 @@ from dafjax._passes.pipeline import NAMES
 from dafjax._schedule.steps import Ties
 from dafjax.policies import AbstractPolicy, CompressExpensive, SaveAll, SaveSaveable
 from dafjax.stores import AbstractStore
-from dafjax.stores._arrays import AbstractStaticStore
+from dafjax.stores._arrays import AbstractStaticStore, Adaptive
 
 
 @final
@@ -66,7 +66,10 @@ def choose(options: Options, mode: Mode, bits: Bits) -> tuple[Options, bool]:
     """
     if mode is Mode.PLAIN:
         return dataclasses.replace(options, mode=mode), False
-    if not isinstance(options.store, AbstractStaticStore):
+    # Segments have fixed bits.
+    store = options.store
+    store = store.store if isinstance(store, Adaptive) else store
+    if not isinstance(store, AbstractStaticStore):
         raise NotImplementedError(
             "`dafjax.jit(memory=...)` chooses fixed bits, for `dafjax.stores.Arrays()` "
             f"and `Host()`, but a wrapped function has `store={options.store!r}`. "
@@ -74,13 +77,15 @@ def choose(options: Options, mode: Mode, bits: Bits) -> tuple[Options, bool]:
         )
     if mode is not Mode.EXACT and options.mode.has_segments:
         mode = options.mode
-    chosen = dataclasses.replace(options, mode=mode, bits=bits)
+    chosen = dataclasses.replace(options, mode=mode, bits=bits, store=store)
     has_other_segments = mode.has_segments and mode is not options.mode
     is_excluded = conflict(chosen) is not None or (
         has_other_segments and options.policy.is_of_one_program
     )
     if is_excluded:
         chosen = dataclasses.replace(chosen, mode=mode.without_segments)
+    if chosen.mode is Mode.CODES:
+        chosen = dataclasses.replace(chosen, store=options.store)
     return chosen, is_excluded
 
 

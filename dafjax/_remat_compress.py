@@ -1,6 +1,7 @@
 """`remat_compress`: used like `jax.checkpoint`, but stores residuals in a few bits."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -39,6 +40,8 @@ from dafjax._contexts import (
     current_choice,
     current_stand_in,
     current_wraps,
+    inside,
+    outer_mode,
 )
 from dafjax._derivative import with_compressed_residuals
 from dafjax._numbers import shown
@@ -104,7 +107,7 @@ def remat_compress(
             `dafjax.Bits(...)`, which explains them. A target
             (`dafjax.AverageBits(...)`, `dafjax.Budget(...)` or
             `dafjax.NoiseCeiling(...)`) allocates bits while the program runs: in a
-            `dafjax.stores.PagePool` or, with other stores, by `dafjax.adaptive_jit`.
+            `dafjax.stores.PagePool` or, with other stores, by `dafjax.jit`.
             `None` turns dafjax off: `fun` is returned as it is, gradients included.
         store: Where packed residuals are stored. `None`: `dafjax.stores.Arrays()`.
         static_argnums: Positions of arguments that are not arrays, hashable.
@@ -247,11 +250,13 @@ def _wrap(
         stand_in = current_stand_in()
         if stand_in is not None:
             return stand_in(_of_leaves(fun, call.static, structure, leaves), leaves)
+        outer = outer_mode()
         wraps = current_wraps()
-        chosen = _chosen(fun, options, current_choice())
+        chosen = _chosen(fun, options, current_choice(), is_outermost=outer is None)
         opens = wraps is not None and wraps.opens
-        if chosen.mode is Mode.PLAIN or opens:
-            return _of_leaves(fun, call.static, structure, leaves)(*leaves)
+        if chosen.mode is Mode.PLAIN or outer is Mode.PLAIN or opens:
+            with contextlib.nullcontext() if opens else inside(Mode.PLAIN):
+                return _of_leaves(fun, call.static, structure, leaves)(*leaves)
         activations = call.leaf_numbers(
             positions("activation_argnums", activation_argnums, args)
         )
@@ -263,7 +268,7 @@ def _wrap(
         else:
             # Nothing is differentiated, and skipping the derivative rule is faster.
             results = traced.evaluate(*operands)
-        if wraps is not None:
+        if wraps is not None and outer is None:
             wraps.found.append((wrap_alike, results))
         return jax.tree.unflatten(traced.out_structure, results)
 
@@ -271,14 +276,19 @@ def _wrap(
 
 
 def _chosen(
-    fun: Callable[..., Any], options: Options, choice: Choice | None
+    fun: Callable[..., Any],
+    options: Options,
+    choice: Choice | None,
+    *,
+    is_outermost: bool,
 ) -> Options:
     """Returns the options with those that `dafjax.jit` chose, if it did."""
     if choice is None:
         return options
     bits = options.bits if choice.bits is None else as_bits(choice.bits, "jit")
     chosen, excluded = choose(options, choice.mode, bits)
-    choice.count(getattr(fun, "__name__", repr(fun)), excluded=excluded)
+    if is_outermost:
+        choice.count(getattr(fun, "__name__", repr(fun)), excluded=excluded)
     return chosen
 
 
@@ -349,7 +359,7 @@ def _trace(
     activations: tuple[int, ...],
 ) -> _Traced:
     flat = _of_leaves(fun, static, structure, leaves)
-    with explained_concretization(_TRACED_FOR):
+    with explained_concretization(_TRACED_FOR), inside(options.mode):
         closed, consts, out_structure = trace(flat, leaves)
     _warn_of_names_not_found(options, closed)
     with jax.disable_jit(False):

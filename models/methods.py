@@ -141,7 +141,7 @@ def _make_compress(options: MethodOptions) -> Method:
         steps: list[Any] = []
 
         def jit(step: Any, **jit_options: Any) -> Any:
-            steps.append(dafjax.adaptive_jit(step, **jit_options))
+            steps.append(dafjax.jit(step, **jit_options))
             return steps[-1]
 
         watch = functools.partial(_watch_steps, steps)

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import dafjax
+from dafjax._contexts import listing_wraps
 from tests.helpers import relative_error, temp_nbytes
 
 
@@ -722,3 +723,13 @@ def test_wrong_arguments_raise(arguments, options, error, match):
 def test_a_loss_that_is_no_scalar_raises(weights, batch):
     with pytest.raises(TypeError, match="must return a scalar"):
         dafjax.accumulate(logits, 2)(weights, batch)
+
+
+def test_of_nested_wrapped_functions_the_outermost_is_split():
+    @dafjax.remat_compress
+    def outer(x):
+        return dafjax.remat_compress(jnp.sum)(x) + jnp.sum(x)
+
+    with listing_wraps(opens=False) as wraps:
+        jax.make_jaxpr(outer)(jnp.ones((8, 8)))
+    assert len(wraps.of_scalars) == 1

@@ -352,9 +352,9 @@ def test_the_pool_has_the_minima_of_python(asked):
 
 
 class TestRefusals:
-    def test_a_target_without_a_pool_or_adaptive_jit_is_an_error(self, example):
+    def test_a_target_without_a_pool_or_dafjax_jit_is_an_error(self, example):
         loss = dafjax.remat_compress(relu_loss, bits=dafjax.AverageBits(2))
-        with pytest.raises(ValueError, match=r"AverageBits.*adaptive_jit.*PagePool"):
+        with pytest.raises(ValueError, match=r"AverageBits.*dafjax\.jit.*PagePool"):
             jax.jit(jax.grad(loss))(*example)
 
     def test_a_pool_has_one_target(self, pool):

@@ -387,19 +387,20 @@ class TestWhereItRuns:
 
 
 class TestMeasuredBits:
-    """`adaptive_jit` samples the values of backward passes."""
+    """`dafjax.jit` samples the values of backward passes."""
 
     @staticmethod
     def step(loss=networks.conv_loss):
         wrapped = dafjax.remat_compress(loss, bits=dafjax.AverageBits(2))
-        return dafjax.adaptive_jit(jax.grad(wrapped))
+        return dafjax.jit(jax.grad(wrapped))
 
     @staticmethod
     def importances(step, *arguments):
         jax.block_until_ready(step(*arguments))
         (program,) = step._programs.values()
-        taken = program.ledger.take()
-        by_name = sorted(program.facts, key=lambda site: program.facts[site].name)
+        taken = program.adaptive.ledger.take()
+        facts = program.adaptive.facts
+        by_name = sorted(facts, key=lambda site: facts[site].name)
         importances = [taken["importances"][site] for site in by_name]
         return np.array([*importances, taken["gradient_energy"]])
 
@@ -477,7 +478,7 @@ class TestMeasuredBits:
             )
 
         expected = self.step(networks.mlp_loss)
-        step = dafjax.adaptive_jit(on_platforms)
+        step = dafjax.jit(on_platforms)
         expected(params, x)
         step(params, x)
         assert step.nbytes == expected.nbytes > 0
@@ -503,10 +504,10 @@ class TestMeasuredBits:
             gradients = jax.vmap(jax.grad(wrapped), (None, 0))(params, x)
             return jax.tree.map(lambda g: jnp.mean(g, axis=0), gradients)
 
-        expected = self.importances(dafjax.adaptive_jit(mean_gradient), params, x)
+        expected = self.importances(dafjax.jit(mean_gradient), params, x)
         with jax.set_mesh(jax.make_mesh((2,), ("data",))):
             x = jax.reshard(x, jax.sharding.PartitionSpec("data"))
-            got = self.importances(dafjax.adaptive_jit(mean_gradient), params, x)
+            got = self.importances(dafjax.jit(mean_gradient), params, x)
         np.testing.assert_allclose(got, 2 * expected, rtol=0.1)
 
 

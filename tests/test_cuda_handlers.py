@@ -173,7 +173,7 @@ def test_a_note_of_another_number_of_sites_is_refused(handlers):
 
 def test_bits_are_adapted_by_what_a_gpu_notes(library):
     some = "nan_never_enters or outlier or a_pool_measures or on_two_devices"
-    simulated_gpu.run_tests(library, "tests/test_adaptive_jit.py", "-k", some)
+    simulated_gpu.run_tests(library, "tests/test_adaptive.py", "-k", some)
 
 
 @pytest.mark.parametrize("strategy", range(3))

@@ -668,7 +668,7 @@ class TestInAPagePool:
         params, x = self.example(key)
         loss = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
         counts = counted(monkeypatch)
-        step = dafjax.adaptive_jit(jax.grad(loss))
+        step = dafjax.jit(jax.grad(loss))
         for _ in range(3):
             got = step(params, x)
         assert set(counts) == {8}

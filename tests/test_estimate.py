@@ -1,5 +1,6 @@
-"""Memory of a step by method, and the largest batch: compiled, never run."""
+"""Memory of a step by method, and the largest batch: never run."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -14,7 +15,7 @@ from flax import nnx
 import dafjax
 import dafjax.linen
 import dafjax.nnx
-from dafjax._estimate import largest_that_fits
+from dafjax._step_memory import largest_that_fits
 from tests import networks
 
 
@@ -103,30 +104,56 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_each_method_is_the_step_written_by_hand(name):
     make_step, args = STEPS[name]
-    got = dafjax.estimate(make_step(dafjax.remat_compress), *args)
+    got = dafjax.estimate(make_step(dafjax.remat_compress), *args, compile=True)
     for method, wrap in WRAPS.items():
         assert_equals(getattr(got, method), analysis(make_step(wrap), *args))
     assert got.dafjax_ratio < 0.7
     assert got.dafjax.temp_nbytes == got.dafjax_ratio * got.plain.temp_nbytes
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_a_model_predicts_what_the_compiler_says(name, monkeypatch):
+    make_step, args = STEPS[name]
+    step = make_step(dafjax.remat_compress)
+    compiled = dafjax.estimate(step, *args, compile=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Traced, "lower", None)
+        predicted = dafjax.estimate(step, *args)
+    for method in METHODS:
+        got, want = (getattr(x, method) for x in (predicted, compiled))
+        assert got.temp_nbytes == pytest.approx(want.temp_nbytes, rel=0.25)
+        # The compiler adds a table of pointers to the results.
+        assert (
+            0
+            <= want.total_nbytes
+            - want.temp_nbytes
+            - (got.total_nbytes - got.temp_nbytes)
+            < 512
+        )
+
+
 def test_compiler_options_reach_xla():
     args = conv_example()
     got = dafjax.estimate(
-        conv_step(dafjax.remat_compress), *args, compiler_options=MEMORY_OPTIMIZED
+        conv_step(dafjax.remat_compress),
+        *args,
+        compile=True,
+        compiler_options=MEMORY_OPTIMIZED,
     )
     for method, wrap in WRAPS.items():
         expected = analysis(conv_step(wrap), *args, **MEMORY_OPTIMIZED)
         assert_equals(getattr(got, method), expected)
 
 
-def test_a_jitted_step_keeps_its_donated_and_static_arguments():
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_jitted_step_keeps_its_donated_and_static_arguments(compile):
     step = mlp_step(dafjax.remat_compress)
     args = mlp_example()
     static = functools.partial(
         jax.jit, donate_argnums=0, static_argnums=2, static_argnames="flag"
     )(lambda params, x, name, *, flag: step(params, x))
-    got = dafjax.estimate(static, *args, "name", flag="value").dafjax
+    found = dafjax.estimate(static, *args, "name", flag="value", compile=compile)
+    got = found.dafjax
     nbytes = sum(a.size * 4 for a in jax.tree.leaves(args[0]))
     # The loss is new, and so is the table of pointers to the results.
     assert nbytes <= got.donated_nbytes <= got.output_nbytes < nbytes + 256
@@ -154,7 +181,7 @@ def test_a_linen_module_is_compared_with_the_module_under_nn_remat():
         return jax.grad(lambda v, x: jnp.mean(Model().apply(v, x))), variables
 
     step, variables = make_step(dafjax.linen.remat_compress)
-    got = dafjax.estimate(step, variables, x)
+    got = dafjax.estimate(step, variables, x, compile=True)
     assert_equals(got.checkpoint, analysis(make_step(nn.remat)[0], variables, x))
     assert_equals(got.plain, analysis(make_step(lambda b: b)[0], variables, x))
     assert got.dafjax_ratio < 0.6
@@ -181,12 +208,15 @@ def test_an_nnx_step_is_compared_with_the_step_under_nnx_remat():
         lambda: nnx.List([nnx.Linear(128, 128, rngs=nnx.Rngs(n)) for n in range(6)])
     )
     x = jax.ShapeDtypeStruct((512, 128), jnp.float32)
-    got = dafjax.estimate(make_step(dafjax.nnx.remat_compress), linears, x)
+    step = make_step(dafjax.nnx.remat_compress)
+    got = dafjax.estimate(step, linears, x, compile=True)
     by_hand = {"plain": lambda f: f, "checkpoint": nnx.remat}
     for method, wrap in by_hand.items():
         expected = make_step(wrap).lower(linears, x).compile().memory_analysis()
         assert_equals(getattr(got, method), expected)
     assert got.dafjax_ratio < 0.6
+    predicted = dafjax.estimate(step, linears, x).dafjax
+    assert predicted.total_nbytes == pytest.approx(got.dafjax.total_nbytes, rel=0.25)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
@@ -213,7 +243,7 @@ def test_what_was_traced_before_is_found_by_no_other_method(order, key):
         return step(params, x)
 
     def estimate():
-        got = dafjax.estimate(step, params, x)
+        got = dafjax.estimate(step, params, x, compile=True)
         assert {m: getattr(got, m).temp_nbytes for m in METHODS} == expected
 
     def fit():
@@ -264,8 +294,10 @@ def test_nothing_runs(key):
         return jnp.mean(jnp.tanh(x @ w))
 
     w, x = jnp.ones((128, 128)), jnp.ones((256, 128))
-    dafjax.estimate(jax.grad(loss), w, x)
-    dafjax.fit_batch(jax.grad(loss), lambda n: (w, x[:n]), "1GiB", max_batch=2)
+    for compile in (False, True):
+        options = {"max_batch": 2, "compile": compile}
+        dafjax.estimate(jax.grad(loss), w, x, compile=compile)
+        dafjax.fit_batch(jax.grad(loss), lambda n: (w, x[:n]), "1GiB", **options)
     jax.effects_barrier()
     assert ran == []
     jax.block_until_ready(jax.grad(loss)(w, x))
@@ -285,7 +317,10 @@ def test_an_estimate_prints_as_a_table():
         dafjax.StepMemory, argument_nbytes=2**20, output_nbytes=512, donated_nbytes=256
     )
     got = dafjax.Estimate(
-        plain=memory(8 * MIB), checkpoint=memory(4 * MIB), dafjax=memory(MIB)
+        plain=memory(8 * MIB),
+        checkpoint=memory(4 * MIB),
+        dafjax=memory(MIB),
+        is_compiled=True,
     )
     assert str(got).splitlines() == [
         "method             temp  of plain  arguments  results    total",
@@ -294,6 +329,8 @@ def test_an_estimate_prints_as_a_table():
         "dafjax          1.0 MiB      0.12    1.0 MiB    512 B  2.0 MiB",
     ]
     assert got.checkpoint_ratio == 0.5
+    predicted = dataclasses.replace(got, is_compiled=False)
+    assert str(predicted).startswith(f"{got}\npredicted by a model of XLA:CPU; ")
 
 
 @pytest.mark.parametrize("bits", [None, 2])
@@ -323,7 +360,12 @@ LIMIT_NBYTES = 4 * MIB
 def test_the_batch_fits_and_the_next_does_not(method, multiple_of):
     step = mlp_step(dafjax.remat_compress)
     got = dafjax.fit_batch(
-        step, mlp_example, LIMIT_NBYTES, method=method, multiple_of=multiple_of
+        step,
+        mlp_example,
+        LIMIT_NBYTES,
+        method=method,
+        multiple_of=multiple_of,
+        compile=True,
     )
     assert got.batch % multiple_of == 0
     assert got.batch > multiple_of
@@ -344,6 +386,20 @@ def test_the_batch_fits_and_the_next_does_not(method, multiple_of):
     assert re.fullmatch(
         rf"{method}: a batch of {got.batch} needs [34]\.\d MiB of 4\.0 MiB", str(got)
     )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_model_finds_about_the_batch_of_the_compiler(method):
+    step = mlp_step(dafjax.remat_compress)
+    options = {"method": method, "multiple_of": 8}
+    predicted, compiled = (
+        dafjax.fit_batch(step, mlp_example, LIMIT_NBYTES, compile=compile, **options)
+        for compile in (False, True)
+    )
+    assert predicted.batch == pytest.approx(compiled.batch, rel=0.2)
+    assert str(predicted).startswith(f"{method}: a batch of {predicted.batch} needs ")
+    assert "predicted by a model" in str(predicted)
+    assert "predicted" not in str(compiled)
 
 
 def test_no_batch_above_the_largest_is_tried():
@@ -442,6 +498,7 @@ def test_a_limit_is_bytes_or_text(text, nbytes):
         ({"args_of_batch": 8}, TypeError, "must be a function from a batch size"),
         ({"args_of_batch": lambda n: n}, TypeError, "`args_of_batch(1)` returned a `i"),
         ({"step": "step"}, TypeError, "must be given a function, but got `'step'`"),
+        ({"compiler_options": {}}, ValueError, "a model answers. Add `compile=True`"),
     ],
     ids=lambda value: str(value)[:30],
 )

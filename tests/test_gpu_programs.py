@@ -510,7 +510,7 @@ def test_measured_bits_add_little_to_a_program():
     x = jax.ShapeDtypeStruct((64, 32, 32, 64), jnp.float32)
     loss = dafjax.remat_compress(networks.conv_loss, bits=dafjax.AverageBits(2))
     placed = training.place((params, x), one_device(GPUS[HERE]))
-    measured = dafjax.adaptive_jit(jax.grad(loss)).lower(*placed).compile()
+    measured = dafjax.jit(jax.grad(loss)).lower(*placed).compile()
     fixed = gradient_of_convolutions()
     # The sums of sensitivities, small numbers; no loop over chunks.
     assert len(loops_of(measured)) <= 1

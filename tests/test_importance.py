@@ -352,7 +352,7 @@ def test_measured_bits_take_no_more_memory_than_fixed_ones():
         small = Shape(layers=1, width=128, heads=4, vocabulary=2000, length=128)
         workload = small.workload(method, batch=8, scan=False)
         step = jax.grad(workload.loss)
-        compiled = dafjax.adaptive_jit(step) if method != "compress" else jax.jit(step)
+        compiled = dafjax.jit(step) if method != "compress" else jax.jit(step)
         arguments = jax.eval_shape(workload.draw)
         return temp_nbytes(compiled.lower(*arguments))
 

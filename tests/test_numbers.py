@@ -142,8 +142,8 @@ COUNTS = {
         lambda n: _fit_count("max_batch", n), "fit_batch(max_batch=...)", 0, 2**31,
     ),
     "most_compiles": (
-        lambda n: dafjax.adaptive_jit(jnp.sin, most_compiles=n)._most_compiles,
-        "adaptive_jit(most_compiles=...)", 0, None,
+        lambda n: dafjax.jit(jnp.sin, most_compiles=n)._most_compiles,
+        "jit(most_compiles=...)", 0, None,
     ),
     "max_sources": (
         lambda n: CompressExpensive(max_sources=n).max_sources,

@@ -20,10 +20,9 @@ def test_the_top_level_has_these_names():
     modules = {"allocation", "codecs", "config", "policies", "reductions", "stores"}
     modules |= {"report"}
     functions = {"remat_compress", "saved_residuals", "print_saved_residuals"}
-    functions |= {"adaptive_jit", "estimate", "fit_batch", "custom_calls"}
+    functions |= {"estimate", "fit_batch", "custom_calls"}
     functions |= {"cuda_status", "accumulate", "assess", "explain", "jit"}
     results = {
-        "AdaptiveJit",
         "ArrayNoise",
         "Assessment",
         "AverageBits",

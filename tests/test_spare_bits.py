@@ -137,7 +137,7 @@ def test_where_bits_are_allocated_they_stay_what_they_were(key):
 
     # 8 bits for what enters nonlinearly would mean that an exponential is taken of it.
     wrapped = dafjax.remat_compress(loss, bits=dafjax.AverageBits(1))
-    step = dafjax.adaptive_jit(jax.grad(wrapped))
+    step = dafjax.jit(jax.grad(wrapped))
     step(p, x)
     assert set(step.bits.values()) == {1}
 

@@ -15,5 +15,5 @@ def make(bits: int) -> Method:
         compress.make(bits),
         label=f"dafjax, {bits} bits on average",
         wrap_loss=functools.partial(dafjax.remat_compress, bits=average),
-        jit=dafjax.adaptive_jit,
+        jit=dafjax.jit,
     )

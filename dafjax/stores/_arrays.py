@@ -1,6 +1,6 @@
 """Stores whose residuals XLA holds, on the device or in host memory.
 
-Their bits are part of the compiled program; `adaptive_jit` may change them from one
+Their bits are part of the compiled program; `dafjax.jit` may change them from one
 trace to the next.
 """
 
@@ -86,10 +86,10 @@ class Host(AbstractStaticStore):
 @final
 @dataclasses.dataclass(frozen=True)
 class Adaptive(AbstractStore):
-    """Wraps a store so that `dafjax.adaptive_jit` allocates the bits of its codes.
+    """Wraps a store so that `dafjax.jit` allocates the bits of its codes.
 
     Bits are part of the compiled program. Tracing reads them from the active bit
-    allocation of `adaptive_jit`; backward passes report to its ledger, the statistics
+    allocation of `dafjax.jit`; backward passes report to its ledger, the statistics
     accumulator.
 
     Args:
@@ -159,8 +159,8 @@ class Adaptive(AbstractStore):
             raise ValueError(
                 f"`remat_compress(bits={self.target!r}, store={self.store!r})`: the "
                 "bits are part of the compiled program, so that only a program that "
-                "`dafjax.adaptive_jit` compiles can adapt them. Write "
-                "`step = dafjax.adaptive_jit(step)` in place of `jax.jit(step)`, round "
+                "`dafjax.jit` compiles can adapt them. Write "
+                "`step = dafjax.jit(step)` in place of `jax.jit(step)`, round "
                 "the whole step, differentiation included; or use "
                 "`store=dafjax.stores.PagePool()`, or give `bits` as a number."
             )

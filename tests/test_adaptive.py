@@ -1,4 +1,4 @@
-"""`adaptive_jit` keeps to its target, puts bits where they matter, compiles seldom."""
+"""`dafjax.jit` keeps to its target, puts bits where they matter, compiles seldom."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import dafjax
 import dafjax.linen
 import dafjax.nnx
-from dafjax import _adaptive_jit, allocation
+from dafjax import _jit, allocation
 from dafjax._native import _cpu, _ledger, ledger_note, pool_hash
 from dafjax.allocation import LADDER, Demand, Measured, better_bits, first_bits
 from dafjax.stores import Arrays, Host, PagePool
@@ -54,7 +54,7 @@ def wrapped(loss, target, **options):
 
 
 def adaptive_gradient(loss, target, **options):
-    return dafjax.adaptive_jit(jax.grad(wrapped(loss, target)), **options)
+    return dafjax.jit(jax.grad(wrapped(loss, target)), **options)
 
 
 def run(step, arguments, times):
@@ -163,7 +163,7 @@ class TestNumberOfCompiles:
         step = adaptive_gradient(loss, dafjax.AverageBits(2.5), most_compiles=most)
         weights = WEIGHTS
         for call in range(1, 140):
-            if _adaptive_jit._is_reading(call):
+            if _jit._is_reading(call):
                 # From now on, measurements say the opposite.
                 weights = weights[::-1]
             step(*example, weights)
@@ -172,7 +172,7 @@ class TestNumberOfCompiles:
         assert len(traces) <= most + 1
 
     def test_it_is_read_eight_times_in_tens_of_thousands_of_calls(self):
-        readings = [n for n in range(40_000) if _adaptive_jit._is_reading(n)]
+        readings = [n for n in range(40_000) if _jit._is_reading(n)]
         assert readings == [2, 8, 32, 128, 512, 2048, 8192, 32768]
 
     def test_other_bits_must_be_better_by_a_tenth(self):
@@ -304,9 +304,7 @@ class TestWhatIsTraced:
         # Without differentiation there are no residuals.
         assert loss(*example) == relu_loss(*example)
         for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
-            with pytest.raises(
-                ValueError, match=r"AverageBits.*adaptive_jit.*PagePool"
-            ):
+            with pytest.raises(ValueError, match=r"AverageBits.*dafjax\.jit.*PagePool"):
                 gradient(*example)
 
     def test_it_is_the_outermost_transformation(self, example):
@@ -318,7 +316,7 @@ class TestWhatIsTraced:
 
     def test_functions_that_are_compiled_inside_are_traced_anew(self, example):
         loss = jax.jit(wrapped(two_branches, dafjax.AverageBits(2.5)))
-        step = dafjax.adaptive_jit(jax.jit(jax.grad(loss)))
+        step = dafjax.jit(jax.jit(jax.grad(loss)))
         arguments = (*example, WEIGHTS)
         run(step, arguments, 3)
         assert set(step.bits.values()) == {1, 4}
@@ -335,14 +333,14 @@ class TestWhatIsTraced:
             leaves = jax.tree.leaves(arguments)
             return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
 
-        step = dafjax.adaptive_jit(step)
+        step = dafjax.jit(step)
         step(*example, WEIGHTS)
         with pytest.raises(RuntimeError, match=r"dot_general.*jaxprs or pullbacks"):
             step(*example, WEIGHTS)
 
     def test_each_has_bits_and_measures_of_its_own(self, example):
         gradient = jax.grad(wrapped(two_branches, dafjax.AverageBits(2.5)))
-        one, other = dafjax.adaptive_jit(gradient), dafjax.adaptive_jit(gradient)
+        one, other = dafjax.jit(gradient), dafjax.jit(gradient)
         for _ in range(3):
             one(*example, WEIGHTS)
             other(*example, WEIGHTS[::-1])
@@ -356,14 +354,14 @@ class TestWhatIsTraced:
             wrapped(functools.partial(two_branches, weights=WEIGHTS), target)
             for target in (dafjax.AverageBits(2.5), dafjax.AverageBits(1))
         ]
-        step = dafjax.adaptive_jit(
+        step = dafjax.jit(
             jax.grad(lambda params, x: sum(loss(params, x) for loss in losses))
         )
         run(step, (params, x), 3)
         (program,) = step._programs.values()
         bits = {}
-        for site, fact in program.facts.items():
-            bits.setdefault(fact.target.bits, []).append(program.bits[site])
+        for site, fact in program.adaptive.facts.items():
+            bits.setdefault(fact.target.bits, []).append(program.adaptive.bits[site])
         assert {target: sorted(found) for target, found in bits.items()} == {
             2.5: [1, 4],
             1: [1, 1],
@@ -377,13 +375,13 @@ class TestWhatIsTraced:
             step(params, x[:128], WEIGHTS)
         assert len(step.bits) == 4
         large, small = step._programs.values()
-        assert sum(large.bits.values()) < sum(small.bits.values()) == 16
+        assert (
+            sum(large.adaptive.bits.values()) < sum(small.adaptive.bits.values()) == 16
+        )
         assert step.nbytes <= 20_000
 
     def test_static_and_donated_arguments(self, example):
-        @functools.partial(
-            dafjax.adaptive_jit, static_argnames="power", donate_argnums=0
-        )
+        @functools.partial(dafjax.jit, static_argnames="power", donate_argnums=0)
         def step(params, x, *, power):
             def loss(params, x):
                 return jnp.mean(relu_loss(params, x) ** power)
@@ -403,14 +401,14 @@ class TestWhatIsTraced:
 
     def test_methods_are_bound(self, example):
         class Trainer:
-            @functools.partial(dafjax.adaptive_jit, static_argnums=0)
+            @functools.partial(dafjax.jit, static_argnums=0)
             def step(self, params, x):
                 return jax.grad(wrapped(relu_loss, dafjax.AverageBits(2)))(params, x)
 
         assert Trainer().step(*example)[0].shape == (WIDTH, WIDTH)
 
     def test_without_targets_it_is_jit(self, example):
-        step = dafjax.adaptive_jit(jax.grad(wrapped(relu_loss, 2)))
+        step = dafjax.jit(jax.grad(wrapped(relu_loss, 2)))
         want = jax.jit(jax.grad(wrapped(relu_loss, 2)))(*example)
         for got, exact in zip(run(step, example, 3), want, strict=True):
             np.testing.assert_array_equal(got, exact)
@@ -422,7 +420,7 @@ class TestLiveBytes:
     """The largest number of bytes of codes that are live at a time."""
 
     def nbytes(self, fun, *arguments):
-        step = dafjax.adaptive_jit(fun)
+        step = dafjax.jit(fun)
         step.trace(*arguments)
         return step.nbytes
 
@@ -504,7 +502,7 @@ class TestScans:
             return 1e-2 * jnp.mean(y**2) + jnp.mean((x @ v[1]) ** 2)
 
         gradient = jax.grad(wrapped(loss, dafjax.AverageBits(2.5)), argnums=(0, 1))
-        step = dafjax.adaptive_jit(gradient)
+        step = dafjax.jit(gradient)
         run(step, (w, params, x), 3)
         assert step.num_compiles == 2
         assert len(set(step.bits.values())) > 1
@@ -515,7 +513,7 @@ def test_another_process_finds_all_programs_in_the_persistent_cache(tmp_path):
         import jax, jax.numpy as jnp
         from jax import monitoring
         import dafjax
-        from tests.test_adaptive_jit import WEIGHTS, adaptive_gradient, two_branches
+        from tests.test_adaptive import WEIGHTS, adaptive_gradient, two_branches
 
         misses = []
         monitoring.register_event_listener(
@@ -568,7 +566,7 @@ class TestMeasures:
         for bad in (jnp.nan, jnp.inf, -jnp.inf, 3e38):
             run(step, (params, x.at[0, 0].set(bad), WEIGHTS), 7)
             (program,) = step._programs.values()
-            taken = program.ledger.take()
+            taken = program.adaptive.ledger.take()
             assert all(np.isfinite(c) for c in taken["importances"].values())
         # The next reading is before the 32nd call.
         run(step, (params, x, WEIGHTS), 4)
@@ -631,10 +629,10 @@ class TestMeasures:
         step = adaptive_gradient(two_branches, dafjax.AverageBits(2))
         jax.block_until_ready(step(*arguments))
         (program,) = step._programs.values()
-        taken = program.ledger.take()
+        taken = program.adaptive.ledger.take()
         got = {
             fact.name: taken["importances"][site]
-            for site, fact in program.facts.items()
+            for site, fact in program.adaptive.facts.items()
         }
         with PagePool() as pool:
             pooled = dafjax.remat_compress(
@@ -669,7 +667,7 @@ class TestMeasures:
 class TestOtherApis:
     def test_codes_in_host_memory(self, example):
         loss = wrapped(two_branches, dafjax.AverageBits(2.5), store=Host())
-        step = dafjax.adaptive_jit(jax.grad(loss))
+        step = dafjax.jit(jax.grad(loss))
         run(step, (*example, WEIGHTS), 3)
         assert sorted(step.bits.values()) == [1, 4]
 
@@ -692,7 +690,7 @@ class TestOtherApis:
         _, x = example
         block = dafjax.linen.remat_compress(Block, bits=dafjax.AverageBits(2))
         variables = Model(Block).init(jax.random.key(0), x)
-        step = dafjax.adaptive_jit(jax.grad(functools.partial(loss, block)))
+        step = dafjax.jit(jax.grad(functools.partial(loss, block)))
         got = run(step, (variables,), 3)
         assert step.bits
         exact = jax.grad(functools.partial(loss, Block))(variables)
@@ -712,7 +710,7 @@ class TestOtherApis:
         def loss(state, x):
             return jnp.mean(nnx.merge(graphdef, state)(x) ** 2)
 
-        step = dafjax.adaptive_jit(jax.grad(loss))
+        step = dafjax.jit(jax.grad(loss))
         run(step, (state, example[1]), 3)
         assert step.bits
 
@@ -722,7 +720,7 @@ class TestOtherApis:
         assert "2 bits" in str(plan)
         assert plan == dafjax.saved_residuals(wrapped(relu_loss, 2), *example)
         # The plan without targets is not reused for the gradient.
-        with pytest.raises(ValueError, match="adaptive_jit"):
+        with pytest.raises(ValueError, match=r"dafjax\.jit"):
             jax.grad(loss)(*example)
 
     def test_memory_is_estimated(self, example):
@@ -735,14 +733,14 @@ class TestOtherApis:
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: dafjax.adaptive_jit(3), TypeError, "must be given a function"),
+        (lambda: dafjax.jit(3), TypeError, "must be given a function"),
         (
-            lambda: dafjax.adaptive_jit(abs, most_compiles=0),
+            lambda: dafjax.jit(abs, most_compiles=0),
             ValueError,
             "at least 1, but got 0",
         ),
         (
-            lambda: dafjax.adaptive_jit(abs, most_compiles=2.0),
+            lambda: dafjax.jit(abs, most_compiles=2.0),
             TypeError,
             "must be an integer",
         ),
