@@ -1,24 +1,25 @@
 """Takes the noise out of gradients of scales that a later norm divides out.
 
-A batch norm multiplies each channel by a trained scale and adds a trained bias. If a
-ReLU and a depthwise convolution follow, and another batch norm, then the second norm
-divides by what both numbers are multiplied with. The loss does not change along that
-direction, so the exact gradient has (almost) no part in it. The rounding noise has one,
-and it is eight times the gradient of the scale in a MobileNet at 2 bits.
+A batch norm multiplies each channel by a trained scale and adds a trained bias. Let a
+ReLU, a depthwise convolution and another batch norm follow. If scale and bias of a
+channel grow by a factor, the second norm divides by this factor. So the exact gradient
+has almost no component along (scale, bias). The rounding noise has such a component. In
+a MobileNet at 2 bits it is eight times the gradient of the scale.
 
-Let `p` be the numbers of a channel, and let some values of the program be homogeneous
-in them: if all `p` are multiplied with `s`, a value of degree `d` is multiplied with
-`s**d`. This pass changes the derivatives of these values, not the values:
+Let `p` be the numbers of one channel. A value is homogeneous of degree `d` in `p` if
+multiplying `p` by `s` multiplies the value by `s**d`. This pass changes derivatives,
+not values:
 
-- The derivative of `p` leaves out the part along `p`. It goes into a shift, a new
-  number for each channel that is always 0. Its derivative is `<p, dp> / <p, p>`.
-- Where a value `v` of degree `d` meets an operation that is not homogeneous, it gets
-  this part back: its derivative is that of `v`, and `d v` times that of the shift.
-- A norm adds a small number to a variance of degree 2. The sum counts as homogeneous,
-  and gets back the difference.
+- The derivative of `p` loses its component along `p`. This component is carried by a
+  shift, one more number for each channel, which is always 0. Its derivative is
+  `<p, dp> / <p, p>`.
+- An operation that is not homogeneous reads a value `v` of degree `d` with its whole
+  derivative: that of `v`, plus `d v` times the derivative of the shift.
+- A norm adds a small number `c` to a variance of degree 2. The sum counts as
+  homogeneous, and its derivative loses `2 c` times the derivative of the shift.
 
-So the gradient is the same in exact arithmetic, whatever the program does. The part
-along `p` now comes only from small arrays, such as the variance, which are exact.
+In exact arithmetic the gradient stays the same, for every program. But the component
+along `p` now comes from small arrays only, such as the variance, and these are exact.
 """
 
 import collections
