@@ -50,7 +50,7 @@ from dafjax._trace.residuals import (
     is_differentiable,
     trace_like,
 )
-from dafjax._trace.tracing import ClosedJaxpr, as_function
+from dafjax._trace.tracing import ClosedJaxpr, as_function, nbytes_of
 from dafjax.policies import SaveAll
 from dafjax.stores import Arrays
 
@@ -90,29 +90,50 @@ def _can_be_hashed(x: Any) -> bool:
 
 @functools.partial(jax.jit, inline=True)
 def _mix(seed: Array, *arrays: Array) -> Array:
-    for x in map(jnp.asarray, arrays):
+    for checksum in _checksums(*map(lax.stop_gradient, map(jnp.asarray, arrays))):
         # Packing scrambles the seed once more.
-        seed = (seed ^ _checksum(lax.stop_gradient(x))) * jnp.uint32(_FACTOR)
+        seed = (seed ^ checksum) * jnp.uint32(_FACTOR)
         seed += jnp.uint32(_GOLDEN_RATIO)
     return seed
 
 
 @jax.custom_batching.custom_vmap
-def _checksum(x: Array) -> Array:
-    """Returns the sum of the bit patterns of an array, as uint32."""
+def _checksums(*arrays: Array) -> tuple[Array, ...]:
+    """Returns the sum of the bit patterns of each array, as uint32.
+
+    Small arrays of one type are stacked first: XLA compiles a kernel for each sum.
+    """
+    alike: dict[Any, list[int]] = {}
+    for number, x in enumerate(arrays):
+        is_small = nbytes_of(x) <= config.SMALL_NBYTES
+        alike.setdefault(jax.typeof(x) if is_small else number, []).append(number)
+    found: dict[int, Array] = {}
+    for numbers in alike.values():
+        bits = [_bits_of(arrays[number]) for number in numbers]
+        if len(bits) == 1:
+            sums = [jnp.sum(bits[0], dtype=jnp.uint32)]
+        else:
+            axes = tuple(range(1, 1 + bits[0].ndim))
+            sums = jnp.sum(jnp.stack(bits), axes, jnp.uint32)
+        found.update(zip(numbers, sums, strict=True))
+    return tuple(found[number] for number in range(len(arrays)))
+
+
+@_checksums.def_vmap
+def _checksums_of_all(
+    axis_size: int, is_batched: Sequence[bool], *arrays: Array
+) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    del axis_size, is_batched
+    return _checksums(*arrays), (False,) * len(arrays)
+
+
+def _bits_of(x: Array) -> jax.Array:
+    """Returns the bit patterns of a floating-point or complex array as uint32."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return _checksum(jnp.stack([x.real, x.imag]))
+        return _bits_of(jnp.stack([x.real, x.imag]))
     width = jnp.finfo(x.dtype).bits
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(width, 32)}"))
-    return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
-
-
-@_checksum.def_vmap
-def _checksum_of_all(
-    axis_size: int, is_batched: Sequence[bool], x: Array
-) -> tuple[Array, bool]:
-    del axis_size, is_batched
-    return _checksum(x), False
+    return bits.astype(jnp.uint32)
 
 
 def with_compressed_residuals(
