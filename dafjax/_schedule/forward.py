@@ -282,7 +282,11 @@ class _RunningForward:
             through = (carrier, *sums)
             arrays = look_up(through, self._env)
             *tied, self._token = tie(
-                *leaves, *arrays, self._token, num_droppable=len(leaves)
+                *leaves,
+                *arrays,
+                self._token,
+                num_awaited=len(leaves),
+                num_droppable=len(leaves),
             )
             leaves, arrays = tied[: len(leaves)], tied[len(leaves) :]
             self._env.update(zip(through, arrays, strict=True))
