@@ -19,7 +19,10 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax import config
 from dafjax._contexts import Mode
-from dafjax._memory.predict import predict_temp_nbytes
+from dafjax._memory.predict import (
+    predict_temp_nbytes,
+    predict_temp_nbytes_of_passes,
+)
 from dafjax._native import tie
 from dafjax._numbers import Array
 from dafjax._options import Options
@@ -288,7 +291,9 @@ class _Part:
             if self.runs_again:
                 return RerunRule(plan, program, options, numbers, stages)
             scheduled = ScheduledRule(plan, options, stages)
-            if not self._is_no_smaller(plan, scheduled, plain):
+            # Loop bodies of `traced` have rules already.
+            both = traced if source is self.closed else None
+            if not self._is_no_smaller(plan, scheduled, plain, both):
                 return scheduled
             source = self.closed
         else:
@@ -314,13 +319,23 @@ class _Part:
             return traced, run_passes(traced, context, without=without)
 
     def _is_no_smaller(
-        self, plan: ProgramPlan, scheduled: Rule, plain: PlainRule
+        self,
+        plan: ProgramPlan,
+        scheduled: Rule,
+        plain: PlainRule,
+        traced: Program | None,
     ) -> bool:
         """Returns whether the function needs as much memory with codes as without.
 
         A static model of XLA answers it for losses with few residuals. The memory of a
         function whose results are arrays depends on the program around it. (Of 213
         random losses, 19 needed more memory with codes, and the model finds 13.)
+
+        Args:
+            plan: The plan.
+            scheduled: The rule with codes.
+            plain: The rule without.
+            traced: Both passes of `plain`, if they are traced already.
         """
         options = self.options
         is_loss = all(getattr(aval, "size", 0) <= 1 for aval in self.closed.out_avals)
@@ -333,7 +348,11 @@ class _Part:
             or plan.values_taken_away > config.SURELY_WORTH
         ):
             return False
-        return self._temp_nbytes(plain) <= self._temp_nbytes(scheduled)
+        if traced is None:
+            plain_nbytes = self._temp_nbytes(plain)
+        else:
+            plain_nbytes = predict_temp_nbytes_of_passes(traced)
+        return plain_nbytes <= self._temp_nbytes(scheduled)
 
     def _temp_nbytes(self, rule: Rule) -> int:
         """Predicts the temporary memory of both passes."""
