@@ -19,7 +19,10 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax import config
 from dafjax._contexts import Mode
-from dafjax._memory.predict import predict_temp_nbytes
+from dafjax._memory.predict import (
+    predict_temp_nbytes,
+    predict_temp_nbytes_of_passes,
+)
 from dafjax._native import tie
 from dafjax._numbers import Array
 from dafjax._options import Options
@@ -50,7 +53,7 @@ from dafjax._trace.residuals import (
     is_differentiable,
     trace_like,
 )
-from dafjax._trace.tracing import ClosedJaxpr, as_function
+from dafjax._trace.tracing import ClosedJaxpr, as_function, nbytes_of
 from dafjax.policies import SaveAll
 from dafjax.stores import Arrays
 
@@ -90,29 +93,50 @@ def _can_be_hashed(x: Any) -> bool:
 
 @functools.partial(jax.jit, inline=True)
 def _mix(seed: Array, *arrays: Array) -> Array:
-    for x in map(jnp.asarray, arrays):
+    for checksum in _checksums(*map(lax.stop_gradient, map(jnp.asarray, arrays))):
         # Packing scrambles the seed once more.
-        seed = (seed ^ _checksum(lax.stop_gradient(x))) * jnp.uint32(_FACTOR)
+        seed = (seed ^ checksum) * jnp.uint32(_FACTOR)
         seed += jnp.uint32(_GOLDEN_RATIO)
     return seed
 
 
 @jax.custom_batching.custom_vmap
-def _checksum(x: Array) -> Array:
-    """Returns the sum of the bit patterns of an array, as uint32."""
+def _checksums(*arrays: Array) -> tuple[Array, ...]:
+    """Returns the sum of the bit patterns of each array, as uint32.
+
+    Small arrays of one type are stacked first: XLA compiles a kernel for each sum.
+    """
+    alike: dict[Any, list[int]] = {}
+    for number, x in enumerate(arrays):
+        is_small = nbytes_of(x) <= config.SMALL_NBYTES
+        alike.setdefault(jax.typeof(x) if is_small else number, []).append(number)
+    found: dict[int, Array] = {}
+    for numbers in alike.values():
+        bits = [_bits_of(arrays[number]) for number in numbers]
+        if len(bits) == 1:
+            sums = [jnp.sum(bits[0], dtype=jnp.uint32)]
+        else:
+            axes = tuple(range(1, 1 + bits[0].ndim))
+            sums = jnp.sum(jnp.stack(bits), axes, jnp.uint32)
+        found.update(zip(numbers, sums, strict=True))
+    return tuple(found[number] for number in range(len(arrays)))
+
+
+@_checksums.def_vmap
+def _checksums_of_all(
+    axis_size: int, is_batched: Sequence[bool], *arrays: Array
+) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    del axis_size, is_batched
+    return _checksums(*arrays), (False,) * len(arrays)
+
+
+def _bits_of(x: Array) -> jax.Array:
+    """Returns the bit patterns of a floating-point or complex array as uint32."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return _checksum(jnp.stack([x.real, x.imag]))
+        return _bits_of(jnp.stack([x.real, x.imag]))
     width = jnp.finfo(x.dtype).bits
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(width, 32)}"))
-    return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
-
-
-@_checksum.def_vmap
-def _checksum_of_all(
-    axis_size: int, is_batched: Sequence[bool], x: Array
-) -> tuple[Array, bool]:
-    del axis_size, is_batched
-    return _checksum(x), False
+    return bits.astype(jnp.uint32)
 
 
 def with_compressed_residuals(
@@ -267,7 +291,9 @@ class _Part:
             if self.runs_again:
                 return RerunRule(plan, program, options, numbers, stages)
             scheduled = ScheduledRule(plan, options, stages)
-            if not self._is_no_smaller(plan, scheduled, plain):
+            # Loop bodies of `traced` have rules already.
+            both = traced if source is self.closed else None
+            if not self._is_no_smaller(plan, scheduled, plain, both):
                 return scheduled
             source = self.closed
         else:
@@ -293,13 +319,23 @@ class _Part:
             return traced, run_passes(traced, context, without=without)
 
     def _is_no_smaller(
-        self, plan: ProgramPlan, scheduled: Rule, plain: PlainRule
+        self,
+        plan: ProgramPlan,
+        scheduled: Rule,
+        plain: PlainRule,
+        traced: Program | None,
     ) -> bool:
         """Returns whether the function needs as much memory with codes as without.
 
         A static model of XLA answers it for losses with few residuals. The memory of a
         function whose results are arrays depends on the program around it. (Of 213
         random losses, 19 needed more memory with codes, and the model finds 13.)
+
+        Args:
+            plan: The plan.
+            scheduled: The rule with codes.
+            plain: The rule without.
+            traced: Both passes of `plain`, if they are traced already.
         """
         options = self.options
         is_loss = all(getattr(aval, "size", 0) <= 1 for aval in self.closed.out_avals)
@@ -312,7 +348,11 @@ class _Part:
             or plan.values_taken_away > config.SURELY_WORTH
         ):
             return False
-        return self._temp_nbytes(plain) <= self._temp_nbytes(scheduled)
+        if traced is None:
+            plain_nbytes = self._temp_nbytes(plain)
+        else:
+            plain_nbytes = predict_temp_nbytes_of_passes(traced)
+        return plain_nbytes <= self._temp_nbytes(scheduled)
 
     def _temp_nbytes(self, rule: Rule) -> int:
         """Predicts the temporary memory of both passes."""

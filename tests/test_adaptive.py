@@ -78,10 +78,7 @@ def codes_in(closed):
     while stack:
         for eqn in stack.pop().eqns:
             if eqn.primitive.name == "dafjax_pack_affine":
-                nbytes += sum(v.aval.size * 2 for v in eqn.outvars)
-                # A seed for each row.
-                rows = eqn.invars[0].aval.shape[:-1]
-                nbytes += 4 * math.prod(rows) * eqn.params["format"].dithered
+                nbytes += sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
                 count += 1
             stack += jaxprs_in_params(eqn.params)
     return nbytes, count

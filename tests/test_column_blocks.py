@@ -308,6 +308,7 @@ def test_the_custom_call_checks_the_columns_itself() -> None:
         "stochastic": 0,
         "dithered": 0,
         "columns": 7,
+        "salt": 0,
     }
     attributes = {name: np.int64(value) for name, value in attributes.items()}
     message = r"pack_affine: columns \(7\) must be 0 or divide .*\(1000\)"

@@ -11,7 +11,12 @@ import pytest
 from jax import lax
 
 import dafjax
-from dafjax._memory.predict import predict_temp_nbytes
+from dafjax._memory.predict import (
+    predict_temp_nbytes,
+    predict_temp_nbytes_of_passes,
+)
+from dafjax._trace.residuals import differentiate, is_differentiable, vjp_of_perturbed
+from dafjax._trace.tracing import as_function
 from tests import networks
 
 
@@ -80,6 +85,23 @@ def test_it_predicts_temporary_bytes(name, wrap):
             WRAPS[wrap](loss), arguments, memory_optimized=memory_optimized
         )
         assert predicted == pytest.approx(allocated, rel=0.25)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_predicts_the_same_of_passes_that_are_traced_already(name):
+    loss, arguments = PROGRAMS[name]
+    leaves, structure = jax.tree.flatten(arguments)
+    closed = jax.make_jaxpr(lambda *x: loss(*jax.tree.unflatten(structure, x)))(*leaves)
+    moves = tuple(map(is_differentiable, closed.in_avals))
+    program = differentiate(closed, moves)
+
+    def both(leaves, cotangent):
+        run = as_function(closed)
+        results, pullback = vjp_of_perturbed(run, leaves, moves, [True])
+        return results, pullback([cotangent])
+
+    traced = jax.make_jaxpr(both)(leaves, jnp.float32(1))
+    assert predict_temp_nbytes_of_passes(program) == predict_temp_nbytes(traced)
 
 
 def test_results_and_arguments_are_not_counted():

@@ -16,11 +16,13 @@ from dafjax._native import (
     Format,
     LibraryError,
     LibraryStatus,
+    _codes,
     _cuda,
     _library,
     _reference,
     library_status,
     pack_affine,
+    pack_affine_salted,
     pack_bitmask,
     pin,
     row_major,
@@ -105,6 +107,28 @@ def test_batches_are_rows_packed_alone(
         for part, row in zip(packed, alone, strict=True):
             assert_same_bits(part[place], row)
     assert unpack_affine(*packed, size=size, **UNPACK).shape == x.shape
+
+
+@pytest.mark.parametrize("dithered", [False, True])
+def test_a_salt_is_added_to_the_seed(*, dithered: bool, key: jax.Array) -> None:
+    x, seed, salt = jax.random.normal(key, (3, 700)), jnp.uint32(2**32 - 2), 7
+    format = Format(2, 256, dithered=dithered)
+    packed = pack_affine_salted(x, seed, format=format, salt=salt)
+    wanted = [*pack_affine(x, jnp.uint32(5), format=format)]
+    if dithered:
+        wanted.append(jnp.full(3, 5, jnp.uint32))
+    reference = _codes._pack_salted(x, seed, format=format, salt=salt)
+    pack = functools.partial(pack_affine_salted, format=format, salt=salt)
+    batched = jax.vmap(pack, in_axes=(0, None))(x[:, None], seed)
+    for got in (packed, reference, [part[:, 0] for part in batched]):
+        for part, expected in zip(got, wanted, strict=True):
+            assert_same_bits(part, expected)
+
+
+def test_a_salt_fits_into_a_seed() -> None:
+    for salt in (-1, 2**32):
+        with pytest.raises(ValueError, match="`salt` must fit"):
+            pack_affine_salted(jnp.ones(3), jnp.uint32(0), **PACK, salt=salt)
 
 
 def test_operands_batched_along_different_axes_are_aligned(key: jax.Array) -> None:
@@ -236,6 +260,32 @@ def test_a_tie_takes_over_the_buffers_of_its_operands() -> None:
     (call,) = calls_in(compiled.as_text(), "dafjax_tie")
     assert "output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}" in call
     assert " copy(" not in compiled.as_text()
+
+
+def test_a_tie_copies_no_product_of_many_dimensions() -> None:
+    def tied(x: jax.Array, y: jax.Array) -> jax.Array:
+        product, _ = tie(x @ y, jnp.max(y))
+        return product + 1.0
+
+    operands = (jnp.ones((2, 32, 64)), jnp.ones((64, 96)))
+    compiled = jax.jit(tied).lower(*operands).compile()
+    assert "dafjax_tie" in compiled.as_text()
+    assert " copy(" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("axes", [(0, 2, 1), (2, 1, 0), (1, 2, 0)])
+def test_a_tie_keeps_values_in_any_layout(
+    axes: tuple[int, ...], key: jax.Array
+) -> None:
+    def moved(x: jax.Array, *, ties: bool) -> jax.Array:
+        y = jnp.einsum("bij,bkj->bik", x, x).transpose(axes)
+        y, token = tie(y, x[0, 0, 0]) if ties else (y, x[0, 0, 0])
+        z = jnp.exp(y.transpose(axes) / 99) + token
+        return jnp.einsum("kbi,kbj->bij", tie(z)[0] if ties else z, z)
+
+    x = jax.random.normal(key, (8, 8, 16))
+    run = jax.jit(moved, static_argnames="ties")
+    np.testing.assert_allclose(run(x, ties=True), run(x, ties=False), rtol=1e-5)
 
 
 def test_results_of_a_tie_depend_on_all_operands() -> None:

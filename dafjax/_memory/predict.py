@@ -17,7 +17,9 @@ import functools
 from dafjax._memory.buffers import Buffers
 from dafjax._memory.kernels import find_kernels
 from dafjax._memory.order import breadth_first, depth_first
-from dafjax._memory.read import read
+from dafjax._memory.program import XlaProgram
+from dafjax._memory.read import read, read_program
+from dafjax._trace.residuals import Program
 from dafjax._trace.tracing import ClosedJaxpr
 
 
@@ -32,9 +34,19 @@ def predict_temp_nbytes(closed: ClosedJaxpr, *, memory_optimized: bool = False) 
     return _peak(closed, slice(0), memory_optimized=memory_optimized)
 
 
+def predict_temp_nbytes_of_passes(program: Program) -> int:
+    """Returns the same for both passes of a program, without tracing them again."""
+    inner = functools.partial(_peak, memory_optimized=False)
+    return _peak_of(read_program(program, inner), slice(0), memory_optimized=False)
+
+
 def _peak(closed: ClosedJaxpr, carried: slice, *, memory_optimized: bool) -> int:
     """Returns the bytes at the peak of a program, of a branch, or of a loop's body."""
     program = read(closed, functools.partial(_peak, memory_optimized=memory_optimized))
+    return _peak_of(program, carried, memory_optimized=memory_optimized)
+
+
+def _peak_of(program: XlaProgram, carried: slice, *, memory_optimized: bool) -> int:
     kernels = find_kernels(program)
     order = depth_first if memory_optimized else breadth_first
     return Buffers(program, carried).peak(order(program, kernels))

@@ -8,8 +8,9 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from dafjax._memory.program import CONSTANT, Op, XlaProgram, shape_of
-from dafjax._trace.equation import scan_arity, with_constants
+from dafjax._trace.equation import Atom, scan_arity, with_constants
 from dafjax._trace.graph import CALLS, RULED_CALLS
+from dafjax._trace.residuals import Program
 from dafjax._trace.rules import Combines, Lowering, rule_of
 from dafjax._trace.tracing import ClosedJaxpr
 
@@ -26,7 +27,30 @@ def read(closed: ClosedJaxpr, inner: Inner) -> XlaProgram:
     """
     reader = _Reader(inner)
     arguments = [reader.new_value(var.aval) for var in closed.jaxpr.invars]
-    outputs = reader.splice(closed, arguments)
+    return _xla_program(reader, arguments, reader.splice(closed, arguments))
+
+
+def read_program(program: Program, inner: Inner) -> XlaProgram:
+    """Returns the operations of both passes of a program, as `read` does of a jaxpr."""
+    reader = _Reader(inner)
+    given = (*range(program.num_arguments), *program.cotangents)
+    values = {value: reader.new_value(program.avals[value]) for value in given}
+    arguments = list(values.values())
+
+    def find(atom: Atom) -> int:
+        return values.get(atom, CONSTANT) if isinstance(atom, int) else CONSTANT
+
+    for eqn in (*program.forward, *program.backward):
+        body = ClosedJaxpr(eqn.jaxpr, ())
+        results = reader.splice(body, list(map(find, eqn.inputs)))
+        values.update(zip(eqn.outputs, results, strict=True))
+    outputs = list(map(find, (*program.results, *program.gradients)))
+    return _xla_program(reader, arguments, outputs)
+
+
+def _xla_program(
+    reader: "_Reader", arguments: Sequence[int], outputs: Sequence[int]
+) -> XlaProgram:
     ops = _without_transposed_products(_live(reader.ops, outputs), outputs)
     return XlaProgram(ops, reader.avals, arguments, outputs)
 

@@ -10,6 +10,7 @@ from dafjax._native._barriers import (
 )
 from dafjax._native._codes import (
     pack_affine as pack_affine,
+    pack_affine_salted as pack_affine_salted,
     pack_bitmask as pack_bitmask,
     unpack_affine as unpack_affine,
     unpack_bitmask as unpack_bitmask,

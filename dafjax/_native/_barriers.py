@@ -161,7 +161,11 @@ def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], A
         return [False] * len(used), None
     droppable = equation.params["num_droppable"]
     keeps = [is_used or n >= droppable for n, is_used in enumerate(used)]
-    params = {**equation.params, "num_droppable": sum(keeps[:droppable])}
+    changed = {
+        name: sum(keeps[: equation.params[name]])
+        for name in ("num_awaited", "num_droppable")
+    }
+    params = {**equation.params, **changed}
     kept = equation.replace(
         invars=list(itertools.compress(equation.invars, keeps)),
         outvars=list(itertools.compress(equation.outvars, keeps)),

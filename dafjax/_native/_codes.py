@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 
 from dafjax._native import _reference
@@ -24,6 +25,7 @@ from dafjax._native._primitive import (
     divide_rows,
     make_primitive,
     refuse_derivatives,
+    retyped,
     rows_like,
 )
 from dafjax._numbers import Array
@@ -46,8 +48,21 @@ def pack_affine(x: Array, seed: Array, *, format: Format) -> tuple[Array, Array,
     Returns:
         Codes, scale and minimum.
     """
-    codes, scale, minimum = pack_affine_p.bind(x, seed, format=format)
+    codes, scale, minimum, *_ = pack_affine_p.bind(x, seed, format=format, salt=0)
     return codes, scale, minimum
+
+
+def pack_affine_salted(
+    x: Array, seed: Array, *, format: Format, salt: int
+) -> tuple[Array, ...]:
+    """Encodes each row as `pack_affine` does, with the noise of `seed + salt`.
+
+    To add the salt outside takes XLA one kernel for each array.
+
+    Returns:
+        Codes, scale and minimum; if the format is dithered, also the seeds of the rows.
+    """
+    return tuple(pack_affine_p.bind(x, seed, format=format, salt=salt))
 
 
 def unpack_affine(
@@ -88,7 +103,17 @@ def num_packed(*, format: Format, **_: Any) -> int:
     return 4 if format.dithered else 3
 
 
-def _pack_type(x: Any, seed: Any, *, format: Format) -> tuple[Any, Any, Any]:
+def _pack_type(x: Any, seed: Any, *, format: Format, salt: int = 0) -> tuple[Any, ...]:
+    if not 0 <= salt < 2**32:
+        raise ValueError(f"pack_affine: `salt` must fit into uint32, but is {salt}.")
+    packed = _codes_type(x, seed, format=format)
+    if not format.dithered:
+        return packed
+    seeds = retyped(x, x.shape[:-1], x.ndim - 1, dtype=UINT32, weak_type=False)
+    return *packed, seeds
+
+
+def _codes_type(x: Any, seed: Any, *, format: Format) -> tuple[Any, Any, Any]:
     check_rows_and_seed("pack_affine", x, seed)
     size = x.shape[-1]
     format.check("pack_affine", size)
@@ -160,13 +185,23 @@ def pack_attributes(*, format: Format) -> dict[str, Any]:
     return int_attributes(**dataclasses.asdict(format))
 
 
+def _salted_attributes(*, format: Format, salt: int) -> dict[str, Any]:
+    return {**pack_attributes(format=format), **int_attributes(salt=salt)}
+
+
 def _unpack_attributes(*, format: Format, **_: Any) -> dict[str, Any]:
     attributes = pack_attributes(format=format)
     del attributes["stochastic"]
     return attributes
 
 
-def _divide_pack(x: Any, seed: Any, **_: Any) -> DivisionRule:
+def _divide_pack(x: Any, seed: Any, *, format: Format, salt: int = 0) -> DivisionRule:
+    del seed, salt
+    packed = ("w", "k", "k", "")[: num_packed(format=format)]
+    return divide_rows(x, ("n", None), packed)
+
+
+def _divide_codes(x: Any, seed: Any, **_: Any) -> DivisionRule:
     del seed
     return divide_rows(x, ("n", None), ("w", "k", "k"))
 
@@ -177,12 +212,40 @@ def _divide_unpack(codes: Any, *others: Any, format: Format, **_: Any) -> Divisi
     return divide_rows(codes, packed, ("n",), after=others[count - 1 :])
 
 
+def add_salt(
+    x: Array, seed: Array, *, format: Format, salt: int
+) -> tuple[Array, tuple[Array, ...]]:
+    """Returns the seed of rows, and that of each row if the format is dithered."""
+    seed = seed + jnp.uint32(salt)
+    if not format.dithered:
+        return seed, ()
+    # Divided among devices as the rows are.
+    return seed, (lax.full_like(x, 0, jnp.uint32, x.shape[:-1]) + seed,)
+
+
+def _pack_salted(x: Array, seed: Array, *, format: Format, salt: int) -> list[Array]:
+    seed, seeds = add_salt(x, seed, format=format, salt=salt)
+    return [*_pack_codes_p.bind(x, seed, format=format), *seeds]
+
+
+# What packs where the custom call takes no salt, as on GPUs.
+_pack_codes_p: Primitive = make_primitive(
+    "dafjax_pack_codes",
+    abstract_eval=_codes_type,
+    reference=_reference.pack_affine,
+    multiple_results=True,
+    call=CustomCall(
+        "dafjax_pack_affine", _divide_codes, pack_attributes, platforms=("cuda",)
+    ),
+)
 pack_affine_p: Primitive = make_primitive(
     "dafjax_pack_affine",
     abstract_eval=_pack_type,
-    reference=_reference.pack_affine,
+    reference=_pack_salted,
     multiple_results=True,
-    call=CustomCall("dafjax_pack_affine", _divide_pack, pack_attributes),
+    call=CustomCall(
+        "dafjax_pack_affine", _divide_pack, _salted_attributes, platforms=("cpu",)
+    ),
 )
 unpack_affine_p: Primitive = make_primitive(
     "dafjax_unpack_affine",

@@ -28,6 +28,7 @@ from jax.interpreters import batching
 
 from dafjax._native import _cuda, _reference
 from dafjax._native._codes import (
+    add_salt,
     check_dtype,
     num_packed,
     pack_affine,
@@ -149,22 +150,20 @@ _TARGET = "dafjax_pack_affine_and_sum"
 
 
 def pack_affine_and_sum(
-    x: Array, seed: Array, *, format: Format
-) -> tuple[Array, Array, Array, Array, Array]:
-    """Encodes float32 rows as `pack_affine` does, and sums their columns.
+    x: Array, seed: Array, *, format: Format, salt: int = 0
+) -> tuple[Array, ...]:
+    """Encodes float32 rows as `pack_affine_salted` does, and sums their columns.
 
     Returns:
-        Codes, scale and minimum; then the sum of each column and the sum of its
-        squares, both over the batch too: float32 `[columns]`.
+        What `pack_affine_salted` returns; then the sum of each column and the sum of
+        its squares, both over the batch too: float32 `[columns]`.
     """
-    codes, scale, minimum, total, of_squares = pack_affine_and_sum_p.bind(
-        x, seed, format=format
-    )
-    return codes, scale, minimum, total, of_squares
+    return tuple(pack_affine_and_sum_p.bind(x, seed, format=format, salt=salt))
 
 
-def _abstract_eval(x: Any, seed: Any, *, format: Format) -> Sequence[Any]:
-    packed, _ = pack_affine_p.abstract_eval(x, seed, format=format)
+def _abstract_eval(x: Any, seed: Any, **params: Any) -> Sequence[Any]:
+    format = params["format"]
+    packed, _ = pack_affine_p.abstract_eval(x, seed, **params)
     check_dtype("pack_affine_and_sum", "x", x.dtype, (jnp.dtype(jnp.float32),))
     if format.columns == 0:
         raise ValueError("pack_affine_and_sum: `columns` must be at least 1, not 0.")
@@ -172,29 +171,30 @@ def _abstract_eval(x: Any, seed: Any, *, format: Format) -> Sequence[Any]:
     return [*packed, total, total]
 
 
-def _pack_and_sum(x: Array, seed: Array, *, format: Format) -> list[Array]:
-    packed = pack_affine_p.bind(x, seed, format=format)
+def _pack_and_sum(x: Array, seed: Array, *, format: Format, salt: int) -> list[Array]:
+    packed = pack_affine_p.bind(x, seed, format=format, salt=salt)
     rows = x.reshape(-1, format.columns)
     return [*packed, lax.reduce_sum(rows, (0,)), lax.reduce_sum(rows * rows, (0,))]
 
 
-def _sum_blocks(x: Array, seed: Array, *, format: Format) -> list[Array]:
+def _sum_blocks(x: Array, seed: Array, *, format: Format, salt: int) -> list[Array]:
     if not _cuda.register():
-        return _pack_and_sum(x, seed, format=format)
+        return _pack_and_sum(x, seed, format=format, salt=salt)
+    seed, seeds = add_salt(x, seed, format=format, salt=salt)
     packed = jax.eval_shape(functools.partial(pack_affine, format=format), x, seed)
     of_blocks = jax.ShapeDtypeStruct(packed[1].shape, jnp.float32)
     call = jax.ffi.ffi_call(_TARGET, (*packed, of_blocks, of_blocks))
     *results, total, of_squares = call(x, seed, **pack_attributes(format=format))
     # Lanes of adjacent groups belong to adjacent columns.
     sums = sum_together([b.reshape(-1, format.columns) for b in (total, of_squares)])
-    return [*results, *sums]
+    return [*results, *seeds, *sums]
 
 
 def _batch(
-    operands: Sequence[Array], axes: Sequence[int | None], *, format: Format
+    operands: Sequence[Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[Sequence[Array], Sequence[int]]:
     def of_one(x: Array, seed: Array) -> list[Array]:
-        return _pack_and_sum(x, seed, format=format)
+        return _pack_and_sum(x, seed, **params)
 
     results = jax.vmap(of_one, in_axes=tuple(axes))(*operands)
     return results, (0,) * len(results)

@@ -268,8 +268,7 @@ class _RunningForward:
                 )
         with jax.named_scope("pack"):
             # Each residual id gets its own noise, even if the tensor is the same.
-            seed = self._seed + jnp.uint32(site)
-            packed, with_packing = self._encode(value, codec, seed)
+            packed, with_packing = self._encode(value, codec, salt=site)
         sums = (*sums, *with_packing)
         code = self._store.measured_code(codec)
         noise = None
@@ -282,7 +281,11 @@ class _RunningForward:
             through = (carrier, *sums)
             arrays = look_up(through, self._env)
             *tied, self._token = tie(
-                *leaves, *arrays, self._token, num_droppable=len(leaves)
+                *leaves,
+                *arrays,
+                self._token,
+                num_awaited=len(leaves),
+                num_droppable=len(leaves),
             )
             leaves, arrays = tied[: len(leaves)], tied[len(leaves) :]
             self._env.update(zip(through, arrays, strict=True))
@@ -296,12 +299,15 @@ class _RunningForward:
             self.keep(total, now)
 
     def _encode(
-        self, value: int, codec: AbstractCodec, seed: jax.Array
+        self, value: int, codec: AbstractCodec, *, salt: int
     ) -> tuple[ArrayTree, tuple[int, ...]]:
         """Packs a value. Also returns the sums computed with the packing."""
         if value not in self._sums:
-            return codec.encode(self._env[value], seed=seed), ()
-        packed, *totals = codec.encode_and_sum(self._env[value], seed=seed)
+            packed = codec.encode_salted(self._env[value], seed=self._seed, salt=salt)
+            return packed, ()
+        packed, *totals = codec.encode_and_sum(
+            self._env[value], seed=self._seed, salt=salt
+        )
         summed: list[int] = []
         for equations, total in zip(self._sums[value], totals, strict=True):
             results = [v for eqn in equations for v in eqn.outputs]

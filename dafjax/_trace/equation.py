@@ -482,7 +482,11 @@ def _constant_key(value: Any) -> Any:
 
 def place_of(eqn: jex_core.JaxprEqn) -> str:
     """Returns `"a/b"` where the scopes are `"transpose(jvp(a))/b"`."""
-    name_stack = str(eqn.source_info.name_stack)
+    return _without_transformations(str(eqn.source_info.name_stack))
+
+
+@functools.lru_cache(maxsize=4096)
+def _without_transformations(name_stack: str) -> str:
     while (plain := re.sub(r"\b\w+\(([^()]*)\)", r"\1", name_stack)) != name_stack:
         name_stack = plain
     return "/".join(part for part in name_stack.split("/") if part)

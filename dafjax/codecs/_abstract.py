@@ -141,21 +141,31 @@ class AbstractCodec(abc.ABC):
             ValueError: `seed` is out of range or not a scalar.
         """
 
+    def encode_salted(self, x: Array, *, seed: int | Array, salt: int) -> ArrayTree:
+        """Packs as `encode` does with the seed `seed + salt`, which wraps around.
+
+        By default it calls `encode`.
+        """
+        if self.is_exact:
+            return self.encode(x)
+        return self.encode(x, seed=jnp.asarray(seed, jnp.uint32) + jnp.uint32(salt))
+
     def sums_columns(self, like: Like) -> bool:
         """Returns whether `encode_and_sum` reads the array only once on GPUs."""
         del like
         return False
 
     def encode_and_sum(
-        self, x: Array, *, seed: int | Array = 0
+        self, x: Array, *, seed: int | Array = 0, salt: int = 0
     ) -> tuple[ArrayTree, Array, Array]:
-        """Packs float32 as `encode` does, and sums it over all axes but the last.
+        """Packs as `encode_salted` does, and sums float32 over all axes but the last.
 
         Returns:
             The packed array; the sum; the sum of the squares.
         """
         axes = tuple(range(x.ndim - 1))
-        return self.encode(x, seed=seed), jnp.sum(x, axes), jnp.sum(x * x, axes)
+        packed = self.encode_salted(x, seed=seed, salt=salt)
+        return packed, jnp.sum(x, axes), jnp.sum(x * x, axes)
 
     @abc.abstractmethod
     def decode(

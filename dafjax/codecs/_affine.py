@@ -17,8 +17,8 @@ from jax import lax
 
 from dafjax._native import (
     Format,
-    pack_affine,
     pack_affine_and_sum,
+    pack_affine_salted,
     unpack_affine,
     unpack_affine_fused,
 )
@@ -170,7 +170,10 @@ class Affine(AbstractCodec):
         return self.rounding == "dithered"
 
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
-        packed, *_ = self._packed(pack_affine, x, seed)
+        return self.encode_salted(x, seed=seed, salt=0)
+
+    def encode_salted(self, x: Array, *, seed: int | Array, salt: int) -> PackedAffine:
+        packed, *_ = self._packed(pack_affine_salted, x, seed, salt)
         return packed
 
     def sums_columns(self, like: Like) -> bool:
@@ -178,26 +181,26 @@ class Affine(AbstractCodec):
         return format.columns > 0 and like.dtype == jnp.float32
 
     def encode_and_sum(
-        self, x: Array, *, seed: int | Array = 0
+        self, x: Array, *, seed: int | Array = 0, salt: int = 0
     ) -> tuple[PackedAffine, Array, Array]:
         if not self.sums_columns(jax.ShapeDtypeStruct(x.shape, x.dtype)):
-            return super().encode_and_sum(x, seed=seed)
-        packed, total, of_squares = self._packed(pack_affine_and_sum, x, seed)
+            return super().encode_and_sum(x, seed=seed, salt=salt)
+        packed, total, of_squares = self._packed(pack_affine_and_sum, x, seed, salt)
         return packed, total, of_squares
 
     def _packed(
-        self, pack: Callable[..., tuple[Array, ...]], x: Array, seed: int | Array
+        self,
+        pack: Callable[..., tuple[Array, ...]],
+        x: Array,
+        seed: int | Array,
+        salt: int,
     ) -> tuple[Any, ...]:
         """Returns the packed array, and what else `pack` returns."""
         self.check(jax.ShapeDtypeStruct(x.shape, x.dtype))
         rows, format = self.rows_and_format(x.shape)
-        matrix, seed = to_rows(x, rows), as_seed(seed)
-        codes, scale, minimum, *sums = pack(matrix, seed, format=format)
-        seeds = None
-        if self.is_dithered:
-            # The seed of every row, divided among devices as the rows are.
-            seeds = lax.full_like(matrix, 0, jnp.uint32, matrix.shape[:-1]) + seed
-        return PackedAffine(codes, scale, minimum, seeds), *sums
+        results = pack(to_rows(x, rows), as_seed(seed), format=format, salt=salt)
+        num_packed = 4 if self.is_dithered else 3
+        return PackedAffine(*results[:num_packed]), *results[num_packed:]
 
     def decode(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()

@@ -66,6 +66,9 @@ class AdaptiveAffine(AbstractCodec):
     def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
         return self.affine.encode(x, seed=seed)
 
+    def encode_salted(self, x: Array, *, seed: int | Array, salt: int) -> PackedAffine:
+        return self.affine.encode_salted(x, seed=seed, salt=salt)
+
     def decode(
         self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
     ) -> Array:

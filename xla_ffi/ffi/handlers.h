@@ -9,8 +9,10 @@ extern "C" {
 
 // x [*batch, n] float32, bfloat16 or float16; seed [] uint32
 //   -> codes [*batch, NumWords()] uint16,
-//      scale, minimum [*batch, NumBlocks()] bfloat16: sizes as in AffineShape
-// attributes: bits, block_size, columns, stochastic and dithered (0 or 1), int64
+//      scale, minimum [*batch, NumBlocks()] bfloat16: sizes as in AffineShape;
+//      if dithered, seeds [*batch] uint32: seed + salt, for the decoder
+// attributes: bits, block_size, columns, stochastic and dithered (0 or 1), salt, which is
+// added to the seed, int64
 XLA_FFI_Error* dafjax_pack_affine(XLA_FFI_CallFrame* call_frame);
 
 // codes, scale, minimum; if dithered, seeds [*batch] uint32; then any operands, which are
