@@ -74,12 +74,66 @@ def with_statistics(params, x):
     return jnp.sum(jnp.sin(norm(params["norms"][1], y))) + jnp.sin(y.mean((0, 1, 2)))[0]
 
 
+def with_two_scales(params, x):
+    """Both scales are divided out, and both end at the same mean of squares."""
+    first, second = params["norms"]
+    y = x * first["scale"] * second["scale"]
+    bare = {"scale": 1.0, "bias": 0.0}
+    return jnp.sum(jnp.sin(norm(bare, y))) + jnp.sum(jnp.sin((y**2).mean((0, 1, 2))))
+
+
+def with_subtracted_numbers(params, x):
+    p = params["norms"][0]
+    y = x * p["scale"] + p["bias"]
+    variance = jnp.square(y).mean((0, 1, 2))
+    return jnp.sum(jnp.sin(y * jax.lax.rsqrt(variance - 0.01))) + jnp.sum(
+        jnp.cos(y / jnp.sqrt(9 - (-variance)))
+    )
+
+
 def separate(params, x):
     """As NNX and Haiku have it: the scale joins the factor first, in `[1, 1, 1, n]`."""
     (first, second), w = params["norms"], params["kernel"]
     factor = jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5) * first["scale"]
     y = jnp.maximum(0, (x - x.mean((0, 1, 2))) * factor + first["bias"][None, None])
     return jnp.sum(jnp.sin(norm(second, depthwise({"kernel": w}, y))))
+
+
+def stacked(params, x):
+    """There are as many rows as channels, and `stack` moves the channels."""
+    p, rows = params["norms"][0], x[0, :2].reshape(CHANNELS, CHANNELS)
+    y = jnp.stack([rows * p["scale"] + p["bias"], rows.T * p["scale"] + p["bias"]])
+    return jnp.sum(jnp.sin(norm({"scale": 1.0, "bias": 0.0}, y, axes=2)))
+
+
+def unstacked(params, x):
+    p, rows = params["norms"][0], x[0, :4].reshape(2, CHANNELS, CHANNELS)
+    y, _ = jnp.unstack(rows * p["scale"][:, None] + p["bias"][:, None])
+    return jnp.sum(jnp.sin(norm({"scale": 1.0, "bias": 0.0}, y, axes=0)))
+
+
+def rounded(params, x):
+    """The bias has no derivative."""
+    first, second = params["norms"]
+    bias = (9 * first["bias"]).astype(jnp.int32).astype(x.dtype)
+    y = norm({"scale": first["scale"], "bias": bias}, x)
+    return jnp.sum(jnp.sin(norm(second, y)))
+
+
+@jax.custom_jvp
+def turned(x):
+    return jnp.maximum(x, 0)
+
+
+turned.defjvp(lambda x, t: (turned(*x), jnp.where(jnp.zeros(()) > x[0], t[0], 0)))
+
+
+@jax.custom_jvp
+def same(x):
+    return jax.lax.max(x, x)
+
+
+same.defjvp(lambda x, t: (same(*x), jnp.where(x[0] > 0, t[0], 0)))
 
 
 def arguments(dtype=jnp.float32, batch=8):
@@ -121,6 +175,8 @@ HOMOGENEOUS = {
     "decay": with_decay,
     "statistics": with_statistics,
     "separate": separate,
+    "two scales": with_two_scales,
+    "subtracted": with_subtracted_numbers,
 }
 
 
@@ -159,6 +215,11 @@ class SaveEverything(dafjax.policies.AbstractPolicy):
         functools.partial(loss, stop=jax.lax.stop_gradient),
         functools.partial(loss, axes=3),
         functools.partial(loss, middle=lambda params, x: depthwise(params, x) + x**2),
+        functools.partial(loss, act=turned),
+        functools.partial(loss, act=same),
+        stacked,
+        unstacked,
+        rounded,
     ],
 )
 def test_other_programs_stay_as_they_are(function):

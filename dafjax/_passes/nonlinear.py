@@ -361,9 +361,7 @@ def note_denominators(program: Program) -> Program:
 
     Such is a sum of many exponentials that the backward pass only divides by.
     """
-    exponentials = {
-        value for e in program.forward if e.primitive == "exp" for value in e.outputs
-    }
+    exponentials = _exponentials(program)
     residuals = program.residuals()
     equations = (*live_equations(program.forward, residuals), *program.backward)
     recipes = dict(program.recipes)
@@ -378,6 +376,21 @@ def note_denominators(program: Program) -> Program:
             codes = _sum_of_codes(program, eqn)
             recipes[total] = Recipe(codes, needs=operand, needs_codes=True)
     return dataclasses.replace(program, recipes=recipes)
+
+
+def _exponentials(program: Program) -> set[int]:
+    """Returns exponentials, also in another dtype, or with zeros in place of some."""
+    zeros = _find_zeros(program)
+    found: set[int] = set()
+    for eqn in program.forward:
+        atoms = eqn.operand_atoms
+        if eqn.primitive == "select_n":
+            moves = all(_is_zero(atom, zeros) or atom in found for atom in atoms[1:])
+        else:
+            moves = eqn.rule.converts and found.issuperset(eqn.inputs)
+        if eqn.primitive == "exp" or moves:
+            found.update(eqn.outputs)
+    return found
 
 
 def sum_of_shares(exponentials: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:

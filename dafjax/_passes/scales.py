@@ -143,7 +143,9 @@ class _Facts:
             if eqn.rule.keeps_values and len(sources) == len(eqn.input_values) == 1:
                 (source,) = sources
                 axis = _axis_after(eqn, 0, source.axis)
-                if axis is not None and len(eqn.outputs) == 1:
+                # Integers have no derivative.
+                is_real = all(_is_real(graph.avals[v]) for v in eqn.outputs)
+                if axis is not None and is_real and len(eqn.outputs) == 1:
                     self.moved[eqn.outputs[0]] = _Argument(source.number, axis)
             if eqn.rule.combines is Combines.MULTIPLY and eqn.rule.is_elementwise:
                 multiplied.update((source.number, None) for source in sources)
@@ -163,8 +165,11 @@ class _Facts:
 def _only_axis(aval: Any) -> int | None:
     """Returns the only axis longer than 1 of an array of real numbers."""
     long = [axis for axis, length in enumerate(aval.shape) if length > 1]
-    is_real = jnp.issubdtype(aval.dtype, jnp.floating)
-    return long[0] if is_real and len(long) == 1 else None
+    return long[0] if _is_real(aval) and len(long) == 1 else None
+
+
+def _is_real(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def _cone_of(facts: _Facts, argument: int) -> _Cone | None:
@@ -313,15 +318,21 @@ class _Walk:
         first = found[0]
         if set(found) != {first}:
             raise _EndsError
-        for atom in eqn.operand_atoms:
+        subtracts = eqn.rule.combines is Combines.SUBTRACT
+        for place_of_atom, atom in enumerate(eqn.operand_atoms):
             if self._has(atom):
                 continue
             number, argument = facts.number(atom), facts.argument(atom)
             if number == 0:
                 continue
             if number is not None and self.is_statistic(eqn.outputs[0]):
-                self.shifts[place] = number, first
-            elif argument is not None and argument.axis == first.axis:
+                is_subtracted = subtracts and place_of_atom == 1
+                self.shifts[place] = -number if is_subtracted else number, first
+            elif (
+                argument is not None
+                and argument.axis == first.axis
+                and argument.number not in self._arguments
+            ):
                 own = facts.moved[argument.number]
                 self.added = {own.number: _Degree(first.degree, own.axis)}
                 return None
@@ -373,20 +384,23 @@ def _is_relu(eqn: Equation) -> bool:
     makers = {v: made for made in graph.equations for v in made.outputs}
 
     def operands(atom: Atom, primitive: str) -> list[Any]:
-        """Returns the operands of the maker of a value, zeros as 0."""
+        """Returns the operands of the maker of a value, zeros as `_ZERO`."""
         made = makers.get(atom) if isinstance(atom, int) else None
         if made is None or made.primitive != primitive:
             return []
-        return [0.0 if facts.number(a) == 0 else a for a in made.operand_atoms]
+        return [_ZERO if facts.number(a) == 0 else a for a in made.operand_atoms]
 
     primal, tangent = graph.outputs
     x, of_x = graph.num_inputs - 2, graph.num_inputs - 1
     mask, *cases = operands(tangent, "select_n") or [primal]
     return (
-        operands(primal, "max") in ([x, 0.0], [0.0, x])
-        and cases == [0.0, of_x]
-        and operands(mask, "gt") == [x, 0.0]
+        operands(primal, "max") in ([x, _ZERO], [_ZERO, x])
+        and cases == [_ZERO, of_x]
+        and operands(mask, "gt") == [x, _ZERO]
     )
+
+
+_ZERO = "zero"
 
 
 def _of_convolution(eqn: Equation, found: Sequence[tuple[int, _Degree]]) -> _Degree:
@@ -427,9 +441,15 @@ def _axis_after(eqn: Equation, operand: int, axis: int) -> int | None:
         if eqn.primitive == "squeeze":
             removed = eqn.params["dimensions"]
         place = axis - sum(a < axis for a in removed)
+        # `stack` and `unstack` change the number of axes, too.
+        num_axes = aval.ndim - len(removed)
+        if any(
+            len(getattr(v.aval, "shape", ())) != num_axes for v in eqn.jaxpr.outvars
+        ):
+            place = None
     results: Any = [var.aval for var in eqn.jaxpr.outvars]
     fits = place is not None and all(
-        place < aval.ndim and aval.shape[place] == shape[axis] for aval in results
+        result.shape[place : place + 1] == shape[axis : axis + 1] for result in results
     )
     return place if fits else None
 
@@ -468,7 +488,8 @@ def _with_held_scales(
             for cone, zero in zip(cones, zeros, strict=True):
                 for value, degree in cone.ends.get(place, {}).items():
                     spread = _spread(zero, env[value], degree.axis)
-                    whole = _give_back(degree.degree, env[value], spread)
+                    # Another cone may have given its part back already.
+                    whole = _give_back(degree.degree, operands[value], spread)
                     operands = {**operands, value: whole}
             return look_up(tuple(atoms), operands)
 
