@@ -341,12 +341,9 @@ class CustomCall:
             return mlir.lower_fun(divided)(context, *operands)
         num_first = len(operands) - len(context.avals_out)
         aliases = {num_first + i: i for i in range(len(context.avals_out))}
-        # Layouts of operands and results default to row-major. XLA:CPU copies each
-        # operand that has a layout here and whose buffer a result reuses.
+        # Layouts of operands and results default to row-major.
         lower = jax.ffi.ffi_lowering(
-            self.target,
-            operand_output_aliases=aliases if self.aliased else None,
-            skip_ffi_layout_processing=self.aliased and platform == "cpu",
+            self.target, operand_output_aliases=aliases if self.aliased else None
         )
         resolved = self.resolve(platform, *context.avals_in, **params)
         return lower(context, *operands, **self.attributes(**resolved))
