@@ -23,7 +23,8 @@ M = jax.ShapeDtypeStruct((6, 5, 1), jnp.float32)
 
 def factored(function, *avals):
     """Returns how many sums of an array like X a function makes, and what it does."""
-    graph = flatten(jax.make_jaxpr(function)(*avals))
+    closed = jax.make_jaxpr(function)(*avals)
+    graph = flatten(closed)
     # All of it is a backward pass, of cotangents.
     program = factor_sums(
         Program(
@@ -37,6 +38,7 @@ def factored(function, *avals):
             perturbed=(),
             differentiable=(True,) * graph.num_inputs,
             tags={},
+            function=closed,
         )
     )
     equations, types = (*program.forward, *program.backward), program.avals

@@ -341,7 +341,9 @@ class CustomCall:
             return mlir.lower_fun(divided)(context, *operands)
         num_first = len(operands) - len(context.avals_out)
         aliases = {num_first + i: i for i in range(len(context.avals_out))}
-        # Layouts of operands and results default to row-major.
+        # Layouts of operands and results default to row-major. Without any, XLA:CPU
+        # gives an operand another layout than the result that reuses its buffer: wrong
+        # numbers behind `lu` (`tests/test_linear_algebra.py`).
         lower = jax.ffi.ffi_lowering(
             self.target, operand_output_aliases=aliases if self.aliased else None
         )
