@@ -292,7 +292,7 @@ class Search:
         most = (batch.size - 1) // unit
         try:
             return unit * largest_that_fits(nbytes_of, self._limit, most)
-        except Exception:
+        except (TypeError, ValueError):
             # It was traced with the whole batch, so that these are no examples.
             return None
 
