@@ -1,4 +1,4 @@
-"""The methods of saving memory, as data: what each wraps, and how it is compiled."""
+"""The methods of saving memory, as data: their wrappers and compiler options."""
 
 import dataclasses
 import functools
@@ -69,10 +69,10 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class MethodOptions:
-    """What a method is made with; each uses what concerns it.
+    """Options of methods; each method uses some of them.
 
     Attributes:
-        bits: Bits per element of what the compressing methods keep.
+        bits: Bits per element of compressed residuals.
         policy: What to keep; the valid names depend on the method.
         store: Where compressed residuals wait.
         budget: The most memory that a page pool takes, or what bits are given out
@@ -90,7 +90,7 @@ def make_method(name: str, options: MethodOptions) -> Method:
 
     Args:
         name: One of `MethodName`.
-        options: What it is made with.
+        options: Its options.
 
     Raises:
         ValueError: If the method has no such name, or no such policy.

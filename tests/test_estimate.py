@@ -1,4 +1,4 @@
-"""Memory of a step by method, and the largest batch: never run."""
+"""Estimates of the memory of a step, and of the largest batch. Nothing runs."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ METHODS = tuple(WRAPS)
 
 
 def analysis(step, *args, **options):
-    """What XLA says of a step written by hand."""
+    """Returns the compiler's figures for a step without dafjax."""
     compiled = jax.jit(step).lower(*args).compile(compiler_options=options or None)
     return compiled.memory_analysis()
 
@@ -68,12 +68,12 @@ def mlp_step(wrap):
 
 
 def conv_step(wrap):
-    """What is wrapped are the blocks."""
+    """The step wraps the blocks."""
     return jax.grad(functools.partial(networks.conv_loss, wrap_block=wrap))
 
 
 def scan_step(wrap):
-    """What is wrapped is the body of a loop."""
+    """The step wraps the body of a loop."""
 
     def loss(w, x):
         block = wrap(lambda x, w: x + jnp.tanh(x @ w))
@@ -83,7 +83,7 @@ def scan_step(wrap):
 
 
 def inner_jit_step(wrap):
-    """What is wrapped is called in a `jax.jit`, in a loss of which it is a part."""
+    """A loss calls the wrapped function in a `jax.jit`."""
     inner = jax.jit(wrap(networks.mlp))
     return jax.grad(lambda params, x: jnp.mean(jnp.square(inner(params, x))))
 

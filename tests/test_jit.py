@@ -81,7 +81,7 @@ def test_it_fits_and_noise_falls_as_the_limit_grows(example, plain_nbytes):
         assert report.memory.total_nbytes <= limit
         compiled = [tried for tried in report.tried if tried.compiled]
         assert len(compiled) <= 3
-        # What it says is what runs.
+        # The program in the report runs.
         lowered: Any = step.lower(*example).compile().memory_analysis()
         assert lowered.temp_size_in_bytes == report.memory.temp_nbytes
         noise.append(squared_error(weights, exact))
@@ -132,7 +132,7 @@ def test_the_error_names_the_largest_batch(fun, weights, x):
     (found,) = LARGEST.findall(str(error.value))
     batch = int(found)
     assert batch < len(x)
-    # The model is off by some percent.
+    # The model has an error of some percent.
     dafjax.jit(gradient, memory=int(1.03 * limit)).lower(weights, x[:batch])
     with pytest.raises(ValueError, match="smallest program"):
         dafjax.jit(gradient, memory=limit).lower(weights, x[: batch * 9 // 8 + 1])

@@ -51,12 +51,12 @@ def is_not_padded(params: Params, axis: int, rank: int) -> bool:
 
 
 def is_not_transformed(params: Params, axis: int, rank: int) -> bool:
-    """Keeps the axes before those of a Fourier transform."""
+    """Keeps the axes before the transformed ones."""
     return axis < rank - len(params["fft_lengths"])
 
 
 def is_before_matrices(params: Params, axis: int, rank: int) -> bool:
-    """Keeps the axes before those of its matrices."""
+    """Keeps the batch axes of matrices."""
     del params
     return axis < rank - 2
 
