@@ -15,8 +15,6 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
-import numpy as np
-
 from dafjax import config
 from dafjax._plan.analysis import find_given
 from dafjax._trace.equation import Equation
@@ -122,8 +120,8 @@ def find_extents(program: Program) -> dict[int, Extent]:
     return found
 
 
-def find_apart(program: Program) -> frozenset[int]:
-    """Returns the normalized results of convolutions that mix few channels.
+def find_apart(program: Program, extents: Mapping[int, Extent]) -> Iterator[int]:
+    """Yields the normalized results of convolutions that mix few channels.
 
     In its backward pass, a norm subtracts the part of a cotangent along the normalized
     values, and rounding turns this part round a little. A product of many channels
@@ -131,17 +129,12 @@ def find_apart(program: Program) -> frozenset[int]:
     on. The mask of the ReLU before it is much like the values after it, so that errors
     add up in the gradients of that layer, and the gradients themselves almost cancel.
     """
-    found = {
-        eqn.outputs[0]: eqn.params["dimension_numbers"].out_spec[1]
-        for eqn in program.forward
-        if eqn.primitive == "conv_general_dilated" and _mixes_few_channels(eqn)
-    }
-    extents = find_extents(program) if found else {}
-    return frozenset(
-        value
-        for value, channels in found.items()
-        if value in extents and extents[value].keeps(channels)
-    )
+    for eqn in program.forward:
+        if eqn.primitive == "conv_general_dilated" and _mixes_few_channels(eqn):
+            (value,) = eqn.outputs
+            channels = eqn.params["dimension_numbers"].out_spec[1]
+            if value in extents and extents[value].keeps(channels):
+                yield value
 
 
 def _mixes_few_channels(eqn: Equation) -> bool:
@@ -326,42 +319,29 @@ def _reduction(eqn: Equation) -> _Reduction | None:
     return None
 
 
-def _carry_transpose(
+def _carry_axes(
     eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
 ) -> _Axes:
-    del value, shape
-    places = np.argsort(eqn.params["permutation"])
-    return tuple(axes[place] for place in places)
-
-
-def _carry_reshape(
-    eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
-) -> _Axes | None:
+    """Returns the axes of an array that is transposed or reduced."""
     del value
-    if eqn.params.get("dimensions") is not None:
-        return None
-    return _regroup(itertools.chain.from_iterable(axes), shape)
-
-
-def _carry_broadcast(
-    eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
-) -> _Axes | None:
-    del eqn, value
-    if math.prod(shape) != math.prod(n for factors in axes for n, _ in factors):
-        return None
-    return _regroup(itertools.chain.from_iterable(axes), shape)
-
-
-def _carry_reduction(
-    eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
-) -> _Axes:
-    del value
-    remaining = iter(axes)
-    reduced = eqn.params["axes"]
+    (written,) = eqn.jaxpr.eqns
+    places = (eqn.rule.axis_after(written, 0, axis) for axis in range(len(shape)))
     return tuple(
-        ((length, True),) if axis in reduced else next(remaining)
-        for axis, length in enumerate(shape)
+        ((length, True),) if place is None else axes[place]
+        for length, place in zip(shape, places, strict=True)
     )
+
+
+def _carry_order(
+    eqn: Equation, value: int, shape: tuple[int, ...], axes: _Axes
+) -> _Axes | None:
+    """Returns the axes of an array that has the same elements in the same order."""
+    del value
+    factors = list(itertools.chain.from_iterable(axes))
+    is_permuted = eqn.primitive == "reshape" and eqn.params["dimensions"] is not None
+    if is_permuted or math.prod(shape) != math.prod(length for length, _ in factors):
+        return None
+    return _regroup(factors, shape)
 
 
 def _carry_slice(
@@ -431,12 +411,12 @@ def _merged(factors: Iterable[_Factor]) -> list[_Factor]:
 
 
 _CARRIES = {
-    "broadcast_in_dim": _carry_broadcast,
-    "reduce_max": _carry_reduction,
-    "reduce_sum": _carry_reduction,
-    "reshape": _carry_reshape,
+    "broadcast_in_dim": _carry_order,
+    "reduce_max": _carry_axes,
+    "reduce_sum": _carry_axes,
+    "reshape": _carry_order,
     "slice": _carry_slice,
     "split": _carry_split,
-    "squeeze": _carry_broadcast,
-    "transpose": _carry_transpose,
+    "squeeze": _carry_order,
+    "transpose": _carry_axes,
 }

@@ -18,6 +18,9 @@ from jax.extend.core import JaxprEqn
 Params: TypeAlias = Mapping[str, Any]
 AxisRule: TypeAlias = Callable[[JaxprEqn, int, int], int | None]
 
+# Parameters that hold the lengths of a result's axes.
+LENGTHS = ("shape", "new_sizes", "limit_indices", "slice_sizes")
+
 
 def shape_of(atom: Any) -> tuple[int, ...]:
     """Returns the shape of an operand or a result; `()` for a token."""

@@ -16,7 +16,7 @@ import jax.extend.core as jex_core
 from jax import lax
 
 from dafjax._native import summing_rows
-from dafjax._trace.axis_rules import shape_of
+from dafjax._trace.axis_rules import LENGTHS, shape_of
 from dafjax._trace.equation import Equation
 from dafjax._trace.rules import rule_of
 
@@ -135,7 +135,7 @@ def _evaluate(
         elif eqn.primitive.name == "conv_general_dilated":
             results = [convolve_in_loop(read, params)]
         else:
-            for name in _SHAPES:
+            for name in LENGTHS:
                 if params.get(name, ())[:1] == (num_rows,):
                     params[name] = (num_there, *params[name][1:])
             eqn = summing_rows(eqn.replace(params=params), read)
@@ -144,10 +144,6 @@ def _evaluate(
                 results = [results]
         env.update(zip(eqn.outvars, results, strict=True))
     return [env[var] for var in jaxpr.outvars]
-
-
-# Parameters that begin with the number of rows.
-_SHAPES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 
 
 def convolve_in_loop(

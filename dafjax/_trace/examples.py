@@ -18,6 +18,7 @@ from typing import Any, final
 
 import numpy as np
 
+from dafjax._trace.axis_rules import LENGTHS
 from dafjax._trace.equation import (
     Atom,
     Constant,
@@ -41,7 +42,6 @@ from dafjax._trace.example_rules import (
 )
 from dafjax._trace.graph import CALLS, RULED_CALLS, Graph, flatten, is_wrapped
 from dafjax._trace.paired import (
-    LENGTHS,
     NotSeparableError,
     are_alike,
     differ,
