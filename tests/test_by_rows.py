@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from dafjax._trace.by_rows import evaluate_on_rows, rows_read
+from dafjax._trace.by_rows import axes_read, evaluate_on_chunk
 from dafjax._trace.equation import Equation
 from dafjax._trace.graph import flatten
 
@@ -72,18 +72,19 @@ def test_a_chunk_of_rows_gives_the_chunk_of_the_result(name, key):
     x = jax.random.normal(key, (_NUM_ROWS, 4, 6))
     eqn = _equation(_BY_ROWS[name], x)
     assert eqn.primitive == name
-    rows = rows_read(eqn, _NUM_ROWS)
-    assert rows is not None
-    assert any(rows)
+    axes = (0,) * len(eqn.outputs)
+    read = axes_read(eqn, axes)
+    assert read is not None
+    assert set(read) - {None} == {0}
     operands = [jax.random.normal(key, aval.shape) for aval in _avals(eqn)]
     operands = [
         x.astype(aval.dtype) for x, aval in zip(operands, _avals(eqn), strict=True)
     ]
-    wholes = evaluate_on_rows(eqn, operands, _NUM_ROWS, _NUM_ROWS)
+    wholes = evaluate_on_chunk(eqn, operands, axes, _NUM_ROWS)
     chunk = [
-        x[2:4] if by_rows else x for x, by_rows in zip(operands, rows, strict=True)
+        x if axis is None else x[2:4] for x, axis in zip(operands, read, strict=True)
     ]
-    results = evaluate_on_rows(eqn, chunk, _NUM_ROWS, 2)
+    results = evaluate_on_chunk(eqn, chunk, axes, 2)
     for whole, result in zip(wholes, results, strict=True):
         np.testing.assert_array_equal(result, whole[2:4])
 
@@ -96,4 +97,5 @@ def _avals(eqn: Equation) -> list[jax.core.ShapedArray]:
 def test_what_mixes_rows_is_not_run_on_chunks(name):
     eqn = _equation(_ACROSS_ROWS[name], jnp.ones((_NUM_ROWS, 4, 6)))
     assert eqn.primitive == name
-    assert rows_read(eqn, _NUM_ROWS) is None or not any(rows_read(eqn, _NUM_ROWS))
+    read = axes_read(eqn, (0,) * len(eqn.outputs))
+    assert read is None or 0 not in read

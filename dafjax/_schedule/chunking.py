@@ -12,6 +12,7 @@ cheap. A norm takes one loop for its sums and one for the gradient of its input.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -23,8 +24,8 @@ from dafjax import config
 from dafjax._numbers import Like
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.steps import Division, Loop, Rows, Step, Unpacking
-from dafjax._trace.by_rows import rows_read, rows_summed
-from dafjax._trace.equation import Atom, Equation
+from dafjax._trace.by_rows import Axes, axes_read, axes_summed
+from dafjax._trace.equation import Equation
 from dafjax._trace.residuals import Program
 from dafjax.codecs import AbstractCodec
 
@@ -66,10 +67,7 @@ class Parts:
                 return rows
             return Rows(1, is_interleaved=False)
         largest = max((self.likes[v] for v in values), key=_nbytes_of_spec)
-        if (
-            _nbytes_of_spec(largest)
-            >= config.LEAST_SHARE_OF_LARGEST * self._largest_nbytes
-        ):
+        if self.is_among_largest(_nbytes_of_spec(largest)):
             # Devices do not share arrays that are read in unrolled chunks.
             is_interleaved = not self.are_apart and all(
                 self.codecs[v].packs_rows(self.likes[v]) for v in values
@@ -82,6 +80,22 @@ class Parts:
                 if self._can_be_divided(values, rows):
                     return rows
         return Rows(1, is_interleaved=False)
+
+    def rows_of_made(self, like: Like) -> Rows:
+        """Returns the chunks of a value that a stage computes, or a single one.
+
+        Args:
+            like: Shape and dtype of the value.
+        """
+        if not self.is_among_largest(_nbytes_of_spec(like)):
+            return Rows(1, is_interleaved=False)
+        shape = like.shape[first_long(like.shape) :]
+        counts = self._counts(jax.ShapeDtypeStruct(shape, like.dtype))
+        return Rows(next(counts, 1), not self._are_on_one_device)
+
+    def is_among_largest(self, nbytes: int) -> bool:
+        """Returns whether a value is about as large as the largest residual."""
+        return nbytes >= config.LEAST_SHARE_OF_LARGEST * self._largest_nbytes
 
     def _counts(self, like: Like) -> Iterator[int]:
         """Yields the possible numbers of chunks of an array, the best first."""
@@ -108,7 +122,7 @@ class Parts:
 
     @functools.cached_property
     def _largest_nbytes(self) -> int:
-        return max(map(_nbytes_of_spec, self.likes.values()))
+        return max(map(_nbytes_of_spec, self.likes.values()), default=0)
 
     def _can_be_divided(self, values: Iterable[int], rows: Rows) -> bool:
         pairs = [(self.codecs[v], self.likes[v]) for v in values]
@@ -212,7 +226,9 @@ def divide(
     A stage is chunked if it decodes large residuals that have the same number of rows
     and are not much smaller than the largest residual of the program, and if every
     equation on them works row by row or is a small sum over rows. It is also chunked if
-    it reads a chunked value.
+    it reads a chunked value, or if it multiplies matrices to such a large value that
+    only equations of the same chunk read: attention probabilities that are recomputed.
+    Then residuals are decoded whole, and rows may be attention heads.
 
     Args:
         plan: The program and its saved residuals.
@@ -223,20 +239,57 @@ def divide(
     """
     program = plan.program
     pieces = list(_pieces(stretch))
-    finishing = {step.equation for step in stretch if step.finishes}
     unpacked = [piece.value for piece in pieces if isinstance(piece, Unpacking)]
     large = [v for v in unpacked if program.is_large(v)]
     there = {v: in_parts[v] for v in read_in(stretch) if v in in_parts}
     shapes = {tuple(program.avals[v].shape[:1]) for v in (*large, *there)}
-    if len(shapes) != 1 or () in shapes:
+    find = functools.partial(_divide, plan, stretch, later, parts)
+    if len(shapes) == 1 and () not in shapes:
+        ((num_rows,),) = shapes
+        rows = parts.rows(large, there.values())
+        division = find(num_rows, rows, large, {*large, *there})
+        if division is not None:
+            return division
+    equations = (piece for piece in pieces if isinstance(piece, Equation))
+    made = [v for eqn in equations for v in eqn.outputs if program.is_large(v)]
+    if parts.are_apart or there or not made:
         return None
-    ((num_rows,),) = shapes
-    rows = parts.rows(large, there.values())
+    largest = max(made, key=program.nbytes)
+    aval = program.avals[largest]
+    rows = parts.rows_of_made(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return find(aval.shape[first_long(aval.shape)], rows, (), {largest})
+
+
+def _divide(
+    plan: ProgramPlan,
+    stretch: Sequence[Step],
+    later: Collection[int],
+    parts: Parts,
+    num_rows: int,
+    rows: Rows,
+    unpacked: Collection[int],
+    largest: Collection[int],
+) -> Division | None:
+    """Returns the chunk plan of a stage for given chunks, if there is one.
+
+    Args:
+        plan: The program and its saved residuals.
+        stretch: The steps of the stage.
+        later: The values that are read after the stage.
+        parts: How residuals can be decoded in chunks.
+        num_rows: The length of the divided axis.
+        rows: The chunks.
+        unpacked: The residuals that are decoded in chunks.
+        largest: These, the values that are chunked before the stage, or the largest
+            value that the stage computes.
+    """
+    program = plan.program
+    finishing = {step.equation for step in stretch if step.finishes}
     is_divided = rows.num_parts > 1
-    levels = _Levels(program, num_rows, finishing)
-    if not (is_divided or parts.are_apart) or not all(map(levels.add, pieces)):
+    levels = _Levels(program, num_rows, finishing, unpacked, are_apart=parts.are_apart)
+    if not (is_divided or parts.are_apart):
         return None
-    if levels.mixes_rows:
+    if not all(map(levels.add, _pieces(stretch))) or levels.mixes_rows:
         return None
     made = {v for step in stretch if step.equation for v in step.equation.outputs}
     wanted = made.intersection(later)
@@ -247,16 +300,30 @@ def divide(
         return None
     # Two copies of a sum exist while a chunk is added to it.
     sums = [v for loop in loops for eqn in loop.sums for v in eqn.outputs]
-    if is_divided and 2 * _nbytes(program, sums) > _nbytes(program, {*large, *there}):
+    if is_divided and 2 * _nbytes(program, sums) > _nbytes(program, largest):
         return None
     # A loop copies the chunk of what a product reads; elementwise kernels slice it.
     sources = {v for loop in loops for v in loop.sources}
     copied = sources.intersection(v for eqn in products for v in eqn.input_values)
-    unpacked = _nbytes(program, large)
-    in_chunk = (unpacked + _nbytes(program, copied)) / rows.num_parts
-    if is_divided and not parts.are_apart and in_chunk > unpacked:
+    whole = _nbytes(program, unpacked or largest)
+    in_chunk = (whole + _nbytes(program, copied)) / rows.num_parts
+    if is_divided and not parts.are_apart and in_chunk > whole:
         return None
-    return Division(num_rows, rows, loops, rest, parts.are_apart)
+    if not unpacked and not parts.are_apart:
+        # Only what a product writes in chunks, and nothing reads whole, is spared.
+        spared = {v for eqn in products for v in eqn.outputs}.intersection(levels.axes)
+        spared = spared.difference(*(loop.results for loop in loops))
+        if _nbytes(program, spared) < _nbytes(program, largest):
+            return None
+    return Division(num_rows, rows, levels.axes, loops, rest, parts.are_apart)
+
+
+def first_long(shape: Sequence[int]) -> int:
+    """Returns the first axis that is longer than 1: in a batch of one, not the first.
+
+    The first if there is none.
+    """
+    return next((axis for axis, length in enumerate(shape) if length > 1), 0)
 
 
 def read_in(stretch: Iterable[Step]) -> set[int]:
@@ -288,9 +355,18 @@ class _Levels:
     """
 
     def __init__(
-        self, program: Program, num_rows: int, finishing: Container[Equation | None]
+        self,
+        program: Program,
+        num_rows: int,
+        finishing: Container[Equation | None],
+        unpacked: Collection[int],
+        *,
+        are_apart: bool,
     ) -> None:
+        self.axes: dict[int, int] = dict.fromkeys(unpacked, 0)
         self._program = program
+        self._unpacked = unpacked
+        self._are_apart = are_apart
         self._num_rows = num_rows
         self._is_finishing = finishing
         # Reduction depth of values that exist only in chunks, and of whole values.
@@ -313,7 +389,7 @@ class _Levels:
         """Adds the next decode or equation; returns whether it can run in chunks."""
         if isinstance(piece, Equation):
             return not piece.has_effect and self._add(piece)
-        if self._program.is_large(piece.value):
+        if piece.value in self._unpacked:
             self._by_rows.append(piece)
             self._level_of_parts[piece.value] = 0
         else:
@@ -388,16 +464,20 @@ class _Levels:
         reads_parts = not self._level_of_parts.keys().isdisjoint(eqn.input_values)
         is_large = self._program.is_large
         if reads_parts or any(map(is_large, eqn.outputs)):
-            rows = self._values_only(eqn, rows_read(eqn, self._num_rows))
-            if rows is not None:
-                level = self._level_in_parts(eqn, rows)
+            found = self._axes_of(eqn, reads_parts=reads_parts)
+            if found is not None:
+                read, made = found
+                self._learn(eqn, read)
+                level = self._level(eqn)
                 self._by_rows.append(eqn)
+                self.axes.update(zip(eqn.outputs, made, strict=True))
                 self._level_of_parts.update(dict.fromkeys(eqn.outputs, level))
                 return True
         if reads_parts or any(map(is_large, eqn.input_values)):
-            rows = self._values_only(eqn, rows_summed(eqn, self._num_rows))
-            if rows is not None:
-                level = self._level_in_parts(eqn, rows)
+            summed = self._axes_summed(eqn, reads_parts=reads_parts)
+            if summed is not None:
+                self._learn(eqn, summed)
+                level = self._level(eqn)
                 self._sums.append((level, eqn))
                 self._level_of_whole.update(dict.fromkeys(eqn.outputs, level + 1))
                 self._level_of_sum.update(dict.fromkeys(eqn.outputs, level))
@@ -418,27 +498,67 @@ class _Levels:
         self._level_of_sum.update(dict.fromkeys(eqn.outputs, level))
         return True
 
-    @staticmethod
-    def _values_only(
-        eqn: Equation, rows: tuple[bool, ...] | None
-    ) -> tuple[bool, ...] | None:
-        """Returns `rows`, or `None` if a constant would be read in chunks."""
-        if rows is None:
-            return None
-        pairs = zip(eqn.inputs, rows, strict=True)
-        return None if any(row and not isinstance(x, int) for x, row in pairs) else rows
+    def _axes_of(
+        self, eqn: Equation, *, reads_parts: bool
+    ) -> tuple[Axes, Sequence[int]] | None:
+        """Returns the axes along which an equation reads and writes chunks."""
+        shapes = [self._program.avals[v].shape for v in eqn.outputs]
+        firsts = tuple(0 if self._are_apart else first_long(s) for s in shapes)
+        # A chunk of a chunk's axis may lie at another one.
+        others = itertools.product(*(range(len(s)) for s in shapes))
+        for axes in (firsts, *(others if reads_parts and not self._are_apart else ())):
+            pairs = zip(shapes, axes, strict=True)
+            if any(s[a : a + 1] != (self._num_rows,) for s, a in pairs):
+                continue
+            read = axes_read(eqn, axes)
+            if read is not None and self._agrees(eqn, read):
+                return read, axes
+        return None
+
+    def _axes_summed(self, eqn: Equation, *, reads_parts: bool) -> Axes | None:
+        """Returns the axes along which an equation sums over chunks."""
+        avals = [var.aval for var in eqn.jaxpr.invars]
+        shapes: list[tuple[int, ...]] = [getattr(a, "shape", ()) for a in avals]
+        for axes in axes_summed(eqn):
+            pairs = list(zip(shapes, axes, strict=True))
+            are_first = all(
+                a == (0 if self._are_apart else first_long(s)) for s, a in pairs
+            )
+            is_divided = all(s[a : a + 1] == (self._num_rows,) for s, a in pairs)
+            if is_divided and (are_first or reads_parts) and self._agrees(eqn, axes):
+                return axes
+        return None
+
+    def _agrees(self, eqn: Equation, axes: Axes) -> bool:
+        """Returns whether inputs may be read along these axes."""
+        for atom, axis in zip(eqn.inputs, axes, strict=True):
+            if not isinstance(atom, int):
+                # A constant would be read in chunks.
+                if axis is not None:
+                    return False
+            elif axis is None:
+                if atom in self._level_of_parts:
+                    return False
+            elif self.axes.get(atom, axis) != axis or (self._are_apart and axis):
+                return False
+        return True
 
     def _level(self, eqn: Equation) -> int:
         known = self._level_of_parts | self._level_of_whole
         return max((known.get(v, 0) for v in eqn.input_values), default=0)
 
-    def _level_in_parts(self, eqn: Equation, rows: Sequence[bool]) -> int:
-        """Returns the depth of a chunked equation, and records its inputs."""
-        by_rows = _where(eqn.inputs, rows)
-        self._sources[eqn] = by_rows - self._level_of_parts.keys()
-        self._read_in_parts |= by_rows
-        self._read_whole |= _where(eqn.inputs, [not row for row in rows])
-        return self._level(eqn)
+    def _learn(self, eqn: Equation, axes: Axes) -> None:
+        """Records the inputs of a chunked equation, and where it divides them."""
+        pairs = [
+            (atom, axis)
+            for atom, axis in zip(eqn.inputs, axes, strict=True)
+            if isinstance(atom, int)
+        ]
+        by_rows = {atom: axis for atom, axis in pairs if axis is not None}
+        self._sources[eqn] = by_rows.keys() - self._level_of_parts.keys()
+        self._read_in_parts |= by_rows.keys()
+        self._read_whole.update(atom for atom, axis in pairs if axis is None)
+        self.axes.update(by_rows)
 
     def _replaced(
         self, results: Iterable[int], free: Iterable[int]
@@ -450,12 +570,12 @@ class _Levels:
         replaced: list[int | None] = []
         for value in results:
             like = avals[value].shape, avals[value].dtype
-            alike = (v for v in free if (avals[v].shape, avals[v].dtype) == like)
+            alike = (
+                v
+                for v in free
+                if (avals[v].shape, avals[v].dtype) == like
+                and self.axes[v] == self.axes[value]
+            )
             replaced.append(next(alike, None))
             free = [v for v in free if v != replaced[-1]]
         return tuple(replaced)
-
-
-def _where(atoms: Iterable[Atom], chosen: Iterable[bool]) -> set[int]:
-    pairs = zip(atoms, chosen, strict=True)
-    return {atom for atom, take in pairs if take and isinstance(atom, int)}

@@ -71,10 +71,13 @@ class Chunks:
         return self._unroll() if self.item.mode == "unroll" else self._run_loop()
 
     def _run_loop(self) -> Made:
-        rows, loop = self.item.division.rows, self.item.loop
+        division, loop = self.item.division, self.item.loop
+        rows, axes = division.rows, division.axes
         wholes = self.frame.at_hand(self.item.late)
         sources = {
-            v: rows.divide(wholes[v]) for v in loop.sources if v not in loop.replaced
+            v: rows.divide(wholes[v], axes[v])
+            for v in loop.sources
+            if v not in loop.replaced
         }
         coded = jax.tree.map(lambda x: rows.divide(_as_bits(x)), dict(self.packed))
 
@@ -93,7 +96,7 @@ class Chunks:
             pairs = zip(loop.replaced, loop.results, strict=True)
             results = {v: carry.results[into] for v, into in pairs if v is not None}
             wholes = (sources | results).items()
-            part = Values({v: rows.part(x, number) for v, x in wholes})
+            part = Values({v: rows.part(x, number, axes[v]) for v, x in wholes})
             part.update({v: pin(part[v]) for v in self.item.in_memory})
             frame = self._inside(part, functools.partial(codes, number))
             self._wait_for_sources(frame)
@@ -120,7 +123,8 @@ class Chunks:
 
     def _start(self) -> Made:
         """Returns the carry before the first chunk of a loop."""
-        rows, loop = self.item.division.rows, self.item.loop
+        division, loop = self.item.division, self.item.loop
+        rows, axes = division.rows, division.axes
         avals, count = self.program.avals, rows.num_parts
         at_hand = self.frame.at_hand(self.item.late)
 
@@ -130,14 +134,19 @@ class Chunks:
 
         def no_samples(value: int) -> RowMeans:
             x = jax.ShapeDtypeStruct(avals[value].shape, avals[value].dtype)
-            like = jax.eval_shape(lambda x: sample_rows(rows.split(x)[0], count), x)
+            like = jax.eval_shape(
+                lambda x: sample_rows(rows.split(x, axes[value])[0], count), x
+            )
             return jax.tree.map(lambda x: zeros((count, *x.shape), x.dtype), like)
 
         sums = [v for eqn in loop.sums for v in eqn.outputs]
         zero_sums = {v: zeros(avals[v].shape, sum_dtype(avals[v].dtype)) for v in sums}
         wholes = [
             rows.divide(
-                zeros(avals[v].shape, avals[v].dtype) if into is None else at_hand[into]
+                zeros(avals[v].shape, avals[v].dtype)
+                if into is None
+                else at_hand[into],
+                axes[v],
             )
             for v, into in zip(loop.results, loop.replaced, strict=True)
         ]
@@ -149,7 +158,7 @@ class Chunks:
 
     def _carry(self, number: Array, carry: Made, part: Mapping[int, Any]) -> Made:
         """Returns the carry after one more chunk of a loop."""
-        rows = self.item.division.rows
+        rows, axes = self.item.division.rows, self.item.division.axes
 
         def put(value: int, samples: RowMeans) -> RowMeans:
             new = sample_rows(part[value], rows.num_parts)
@@ -157,7 +166,10 @@ class Chunks:
 
         return Made(
             {v: x + part[v].astype(x.dtype) for v, x in carry.sums.items()},
-            {v: rows.put(x, part[v], number) for v, x in carry.results.items()},
+            {
+                v: rows.put(x, part[v], number, axes[v])
+                for v, x in carry.results.items()
+            },
             {v: put(v, samples) for v, samples in carry.samples.items()},
         )
 

@@ -263,12 +263,23 @@ class _Lowering:
         late = tuple(delayed) if self.ties.arguments else ()
         if late:
             yield Late(late)
+        in_chunks = {v for loop in division.loops for v in loop.made}
+
+        def on_wholes(
+            pieces: Iterable[Unpacking | Equation],
+        ) -> Iterator[Barrier | Unpack | Run]:
+            for piece in pieces:
+                if isinstance(piece, Unpacking):
+                    behind = (v for v in piece.behind if v not in in_chunks)
+                    piece = dataclasses.replace(piece, behind=tuple(behind))
+                yield from self._pieces([piece], in_memory, late)
+
         for loop in division.loops:
-            yield from self._pieces(loop.before, in_memory, late)
+            yield from on_wholes(loop.before)
             yield self._chunks(division, loop, late)
             if not self.is_apart:
                 self.of_loops.update(loop.results)
-        yield from self._pieces(division.rest, in_memory, late)
+        yield from on_wholes(division.rest)
 
     def _chunks(self, division: Division, loop: Loop, late: tuple[int, ...]) -> Chunked:
         in_memory = written((*loop.by_rows, *loop.sums))

@@ -56,15 +56,15 @@ the peak:
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from dafjax import config
 from dafjax._passes.algebra import finishing_equations
 from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.chunking import Parts
 from dafjax._schedule.stages import (
+    joined_stages,
     order_products,
-    products_in_parts,
     with_divisions,
     with_lasting_parts,
 )
@@ -92,15 +92,18 @@ def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
         if in_parts is not None:
             return in_parts
         return with_divisions(plan, steps, dataclasses.replace(parts, most=1))
-    steps = _build(plan, products_in_parts(plan, _build(plan), parts))
+    steps = _build(plan, joined_stages(plan, _build(plan), parts))
     return with_divisions(plan, behind_last_reads(program, steps), parts)
 
 
 def _build(
-    plan: ProgramPlan, inside: Container[int] = (), *, are_apart: bool = False
+    plan: ProgramPlan,
+    begins: Mapping[int, bool] | None = None,
+    *,
+    are_apart: bool = False,
 ) -> tuple[Step, ...]:
     program = plan.program
-    builder = _Builder(plan, inside, are_apart)
+    builder = _Builder(plan, begins or {}, are_apart)
     for now, equation in enumerate(program.backward):
         builder.add(now, equation, equation.input_values)
     builder.add(len(program.backward), None, values_of(program.gradients))
@@ -112,17 +115,17 @@ class _Builder:
 
     Args:
         plan: The program and its saved residuals.
-        inside: Expensive equations before which no stage begins.
+        begins: For some steps, whether a stage begins there.
         are_apart: Whether the schedule is for GPUs. Then a stage begins before a sum of
             cotangents instead of after it, and no stage begins at a product that reads
             values decoded for the previous product.
     """
 
     def __init__(
-        self, plan: ProgramPlan, inside: Container[int], are_apart: bool
+        self, plan: ProgramPlan, begins: Mapping[int, bool], are_apart: bool
     ) -> None:
         program = plan.program
-        self._inside = inside
+        self._begins = begins
         self._are_apart = are_apart
         self._program = program
         self._finishing = finishing_equations(program)
@@ -151,6 +154,7 @@ class _Builder:
             (expensive and not self._reads_known(residuals))
             or (self._expensive_since_begin and self._next_unpacking(now) == now)
             or self._sources_waited(now)
+            or self._begins.get(now, False)
         )
         cotangents: tuple[int, ...] = ()
         if begins:
@@ -196,7 +200,7 @@ class _Builder:
         return is_any_large and self._given.issuperset(self._missing(residuals))
 
     def _can_begin(self, now: int, equation: Equation | None) -> bool:
-        return now not in self._inside and equation not in self._finishing
+        return self._begins.get(now, True) and equation not in self._finishing
 
     def finish(self) -> tuple[Step, ...]:
         """Adds to each stage's first step the saved inputs that the stage reads."""

@@ -253,13 +253,16 @@ def stretches_of(steps: Iterable[Step]) -> list[list[Step]]:
     return stretches
 
 
-def products_in_parts(
+def joined_stages(
     plan: ProgramPlan, steps: Sequence[Step], parts: Parts
-) -> frozenset[int]:
-    """Returns the products that should join the stage before them.
+) -> dict[int, bool]:
+    """Returns the steps that should join the stage before them.
 
     If a stage sums a weight gradient in chunks, the next product can compute the
     outgoing cotangent in the same chunks and overwrite the cotangent that both read.
+    If a stage writes a large cotangent, and the next one reads it, no whole array is
+    needed in between. Such are the cotangents of attention probabilities. Then chunks
+    must decode nothing.
 
     Args:
         plan: The program and its saved residuals.
@@ -267,26 +270,60 @@ def products_in_parts(
         parts: How residuals can be decoded in chunks.
 
     Returns:
-        The step indices of these products.
+        For some steps, whether a stage begins there.
     """
     stretches = stretches_of(steps)
-    laters = _read_later(plan, stretches)
-    found = set()
+    begins: dict[int, bool] = {}
     joined: list[Step] = []
+    # Whether chunks of joined steps decode residuals.
+    do_decode = False
     end = 0
-    for stretch, later in zip(stretches, laters, strict=True):
-        can_join = (
-            joined
-            and not _is_cheap(joined[0])
-            and not _is_cheap(stretch[0])
-            and not stretch[0].unpacked
-            and divide(plan, [*joined, *stretch], later, parts, {}) is not None
+    for stretch, later in zip(stretches, _read_later(plan, stretches), strict=True):
+        both = [*joined, *_without_restored(stretch, joined)]
+        decodes = _decodes(divide(plan, stretch, later, parts, {}))
+        can_join = False
+        if joined and not (
+            _is_cheap(joined[0]) or _is_cheap(stretch[0]) or stretch[0].unpacked
+        ):
+            can_join = _decodes(divide(plan, both, later, parts, {}))
+            begins.update({end: False} if can_join else {})
+        behind = end + len(stretch)
+        if not (can_join or decodes or do_decode) and (
+            _reads_large(joined, stretch, plan, parts)
+        ):
+            division = divide(plan, both, later, parts, {})
+            can_join = division is not None and not _decodes(division)
+            if can_join:
+                begins.update(dict.fromkeys(range(end, behind), False))
+                begins[behind] = True
+        joined = both if can_join else stretch
+        do_decode = decodes or (can_join and do_decode)
+        end = behind
+    return begins
+
+
+def _decodes(division: Division | None) -> bool:
+    return division is not None and bool(division.unpacked)
+
+
+def _without_restored(stretch: Iterable[Step], before: Iterable[Step]) -> list[Step]:
+    """Returns the steps of a stage without what another one has restored."""
+    known = {piece for step in before for piece in step.restored}
+    return [
+        dataclasses.replace(
+            step, restored=tuple(p for p in step.restored if p not in known)
         )
-        if can_join:
-            found.add(end)
-        joined = [*joined, *stretch] if can_join else stretch
-        end += len(stretch)
-    return frozenset(found)
+        for step in stretch
+    ]
+
+
+def _reads_large(
+    joined: Iterable[Step], stretch: Iterable[Step], plan: ProgramPlan, parts: Parts
+) -> bool:
+    """Returns whether a stage reads a value of another, about the largest of all."""
+    made = {v for step in joined if step.equation for v in step.equation.outputs}
+    sizes = map(plan.program.nbytes, made & read_in(stretch))
+    return any(map(parts.is_among_largest, sizes))
 
 
 def with_divisions(

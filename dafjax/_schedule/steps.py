@@ -12,7 +12,7 @@ the time. (ResNet-18: 19 MB.)
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -28,7 +28,7 @@ from dafjax._trace.residuals import Program
 @final
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The chunks into which rows (indices of the first dimension) are split.
+    """The chunks into which rows are split: indices of an axis, mostly of the first.
 
     Attributes:
         num_parts: Number of chunks, all of the same size.
@@ -40,42 +40,48 @@ class Rows:
     num_parts: int
     is_interleaved: bool
 
-    def divide(self, x: Array) -> Array:
-        """Returns an array with its rows split; the chunks get their own axis."""
-        shape = [x.shape[0] // self.num_parts, *x.shape[1:]]
-        shape.insert(self._axis, self.num_parts)
+    def divide(self, x: Array, axis: int = 0) -> Array:
+        """Returns an array with its rows split; the chunks get their own axis.
+
+        Args:
+            x: The array.
+            axis: The axis of its rows.
+        """
+        shape = list(x.shape)
+        shape[axis] //= self.num_parts
+        shape.insert(axis + self.is_interleaved, self.num_parts)
         return lax.reshape(x, shape)
 
-    def part(self, divided: Array, number: Any) -> Array:
+    def part(self, divided: Array, number: Any, axis: int = 0) -> Array:
         """Returns a chunk of an array that `divide` returned."""
-        return lax.dynamic_index_in_dim(divided, number, self._axis, keepdims=False)
+        place = axis + self.is_interleaved
+        return lax.dynamic_index_in_dim(divided, number, place, keepdims=False)
 
-    def put(self, divided: Array, part: Array, number: Any) -> Array:
+    def put(self, divided: Array, part: Array, number: Any, axis: int = 0) -> Array:
         """Returns an array of `divide` with one chunk replaced."""
-        return lax.dynamic_update_index_in_dim(divided, part, number, self._axis)
+        place = axis + self.is_interleaved
+        return lax.dynamic_update_index_in_dim(divided, part, number, place)
 
-    def split(self, x: Array) -> tuple[Array, ...]:
+    def split(self, x: Array, axis: int = 0) -> tuple[Array, ...]:
         """Returns the chunks of an array."""
         if self.num_parts == 1:
             return (x,)
-        divided = self.divide(x)
+        divided = self.divide(x, axis)
+        place = axis + self.is_interleaved
         return tuple(
-            lax.index_in_dim(divided, number, self._axis, keepdims=False)
+            lax.index_in_dim(divided, number, place, keepdims=False)
             for number in range(self.num_parts)
         )
 
     def join(self, parts: Sequence[Array]) -> Array:
-        """Returns the array that has these chunks."""
+        """Returns the array that has these chunks of the first axis."""
         if self.num_parts == 1:
             return parts[0]
-        divided = [lax.expand_dims(part, (self._axis,)) for part in parts]
+        place = int(self.is_interleaved)
+        divided = [lax.expand_dims(part, (place,)) for part in parts]
         num_rows, *rest = parts[0].shape
         shape = (num_rows * self.num_parts, *rest)
-        return lax.reshape(lax.concatenate(divided, self._axis), shape)
-
-    @property
-    def _axis(self) -> int:
-        return 1 if self.is_interleaved else 0
+        return lax.reshape(lax.concatenate(divided, place), shape)
 
 
 @final
@@ -223,8 +229,9 @@ class Division:
     """The chunk plan of a stage.
 
     Attributes:
-        num_rows: Length of the batch axis, the same for all chunked values.
-        rows: How the batch axis is split into chunks.
+        num_rows: Length of the divided axis, the same for all chunked values.
+        rows: How this axis is split into chunks.
+        axes: Where it lies in each value that is chunked or read in chunks.
         loops: The chunk loops, in order.
         rest: Decodes and equations that run after the loops, on whole arrays.
         is_apart: Whether the chunks are unrolled in the program and their results stay
@@ -233,6 +240,7 @@ class Division:
 
     num_rows: int
     rows: Rows
+    axes: Mapping[int, int]
     loops: tuple[Loop, ...]
     rest: tuple[Unpacking | Equation, ...]
     is_apart: bool

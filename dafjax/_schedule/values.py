@@ -21,7 +21,7 @@ from dafjax._schedule.chunking import Parts, are_shared_by_type, most_parts
 from dafjax._schedule.instructions import Unpack
 from dafjax._schedule.stages import stretches_of
 from dafjax._schedule.steps import Division, Rows, Step
-from dafjax._trace.by_rows import evaluate_on_rows
+from dafjax._trace.by_rows import evaluate_on_chunk
 from dafjax._trace.equation import Equation, evaluate, look_up
 from dafjax.codecs import AbstractCodec
 from dafjax.stores import AbstractStore
@@ -112,8 +112,9 @@ class Frame:
         """Runs an equation, on whole arrays or on a chunk."""
         if self.division is None:
             return evaluate(equation, operands)
-        rows = self.division.num_rows, self.division.num_rows_of_part
-        return evaluate_on_rows(equation, operands, *rows)
+        division = self.division
+        axes = [division.axes[v] for v in equation.outputs if v in division.axes]
+        return evaluate_on_chunk(equation, operands, axes, division.num_rows_of_part)
 
 
 class MeasuredHandle(NamedTuple):

@@ -9,7 +9,7 @@ A row is one index of the first axis.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn
@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 
 Params: TypeAlias = Mapping[str, Any]
 AxisRule: TypeAlias = Callable[[JaxprEqn, int, int], int | None]
+SumRule: TypeAlias = Callable[[Params], Iterator[tuple[int, ...]]]
 
 # Parameters that hold the lengths of a result's axes.
 LENGTHS = ("shape", "new_sizes", "limit_indices", "slice_sizes")
@@ -139,19 +140,19 @@ def after_convolution(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
     return numbers.out_spec[0] if is_apart else None
 
 
-def sums_first_axis(params: Params) -> bool:
-    """Whether `reduce_sum` sums over rows."""
-    return 0 in params["axes"]
+def sums_axes(params: Params) -> Iterator[tuple[int, ...]]:
+    """The axes over which `reduce_sum` sums."""
+    return ((axis,) for axis in params["axes"])
 
 
-def sums_products(params: Params) -> bool:
-    """Whether `dot_general` sums over the rows of both operands."""
+def sums_products(params: Params) -> Iterator[tuple[int, ...]]:
+    """The axes of both operands over which `dot_general` sums."""
     contracted, _ = params["dimension_numbers"]
-    return (0, 0) in zip(*contracted, strict=True)
+    return zip(*contracted, strict=True)
 
 
-def sums_convolutions(params: Params) -> bool:
-    """Whether a convolution sums over the rows of both operands."""
+def sums_convolutions(params: Params) -> Iterator[tuple[int, ...]]:
+    """The axes of images and kernel over which a convolution sums."""
     numbers = params["dimension_numbers"]
-    groups = params["batch_group_count"] * params["feature_group_count"]
-    return numbers.lhs_spec[1] == numbers.rhs_spec[1] == 0 and groups == 1
+    if params["batch_group_count"] * params["feature_group_count"] == 1:
+        yield numbers.lhs_spec[1], numbers.rhs_spec[1]

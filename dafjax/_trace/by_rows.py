@@ -1,15 +1,19 @@
-"""Runs equations on a chunk of the batch axis.
+"""Runs equations on a chunk of an axis.
 
-A row is one index of the first axis, the batch axis; mostly it is one example. An
-elementwise equation computes each row of its result from the same row of its operands.
-So it can run on a chunk of the rows, and only this chunk of its operands has to be
-live. A convolution computes rows from rows of its images, too. The gradient of its
-kernel is a sum over rows, which can be computed chunk by chunk.
+Mostly this is the batch axis, the first one. An elementwise equation computes each row
+of its result, an index of that axis, from the same row of its operands. So it can run
+on a chunk of the rows, and only this chunk of its operands has to be live. A
+convolution computes rows from rows of its images, too. The gradient of its kernel is a
+sum over rows, which can be computed chunk by chunk.
+
+An axis may lie elsewhere in the operands. A matrix product for each attention head
+reads heads of the queries, where they are the third axis, and writes heads of the
+logits, where they are the second.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
@@ -21,123 +25,135 @@ from dafjax._trace.equation import Equation
 from dafjax._trace.rules import rule_of
 
 
-def rows_read(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
-    """Returns, for each input, whether each row of the results reads one row of it.
-
-    That is the row with the same index. All rows read the whole of the other inputs.
-    `None` if a result does not have `num_rows` rows, or if one of its rows depends on
-    several rows.
-    """
-    jaxpr = equation.jaxpr
-    made = _made_of_rows(jaxpr, num_rows)
-    if made is None or any(var not in made for var in jaxpr.outvars):
-        return None
-    return tuple(var in made for var in jaxpr.invars)
+# For each of several arrays, the axis along which chunks divide it; `None` if they read
+# the whole.
+Axes: TypeAlias = tuple[int | None, ...]
 
 
-def rows_summed(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
-    """Returns, for each input, whether the equation sums over its rows.
+def axes_read(equation: Equation, axes: Sequence[int]) -> Axes | None:
+    """Returns the axes along which chunks of the results read chunks of the inputs.
 
-    The results for disjoint chunks of rows add up to the result for all rows. `None` if
-    the equation is no such sum.
-    """
-    (eqn,) = equation.jaxpr.eqns
-    sums = rule_of(eqn.primitive.name).sums_rows
-    if sums is None or not sums(eqn.params):
-        return None
-    if any(shape_of(operand)[:1] != (num_rows,) for operand in eqn.invars):
-        return None
-    return (True,) * len(equation.inputs)
-
-
-def evaluate_on_rows(
-    equation: Equation, operands: Sequence[Any], num_rows: int, num_there: int
-) -> list[Any]:
-    """Runs an equation on a chunk of the rows.
+    `None` if a chunk depends on more than the same chunk of these inputs and on the
+    whole of the others.
 
     Args:
-        equation: The equation. `rows_read` or `rows_summed` is not `None` for it.
-        operands: One for each of its inputs: a chunk of an input that is read by rows,
-            and the whole of any other.
-        num_rows: The number of all rows, as in `rows_read`.
-        num_there: The number of rows in the chunk.
+        equation: The equation.
+        axes: The axis along which each result is divided.
     """
-    return _evaluate(equation.jaxpr, operands, num_rows, num_there)
+    jaxpr = equation.jaxpr
+    known = _axes_in(jaxpr, axes)
+    return None if known is None else tuple(map(known.get, jaxpr.invars))
 
 
-def _made_of_rows(jaxpr: jex_core.Jaxpr, num_rows: int) -> set[Any] | None:
-    """Returns the variables that have rows, including inputs that are read by rows.
+def axes_summed(equation: Equation) -> Iterator[tuple[int, ...]]:
+    """Yields axes of the inputs over which the equation sums.
 
-    `None` if an equation mixes rows or has several results, or if a variable is read
-    both by rows and whole.
+    The results for disjoint chunks of the inputs along these axes add up to the result
+    for the whole inputs.
     """
-    whole: set[Any] = set()
-    # A result can be an unchanged operand.
-    made = {
-        v for v in jaxpr.outvars if v in jaxpr.invars and shape_of(v)[:1] == (num_rows,)
-    }
-    for eqn in jaxpr.eqns:
-        operands = {v for v in eqn.invars if not isinstance(v, jex_core.Literal)}
-        have_rows = [shape_of(result)[:1] == (num_rows,) for result in eqn.outvars]
-        if not any(have_rows):
-            # A value that all rows read whole, such as a prepared statistic.
-            if not operands.isdisjoint(made):
-                return None
-            whole.update((*eqn.outvars, *operands))
-            continue
-        if not all(have_rows):
-            return None
-        by_rows = _reads_rows(eqn, num_rows)
-        if by_rows is None:
-            return None
-        for operand, reads_rows in zip(eqn.invars, by_rows, strict=True):
-            if not isinstance(operand, jex_core.Literal):
-                (made if reads_rows else whole).add(operand)
-        made.update(eqn.outvars)
-    return made if made.isdisjoint(whole) else None
+    (eqn,) = equation.jaxpr.eqns
+    sums = rule_of(eqn.primitive.name).sums
+    if sums is None or any(isinstance(x, jex_core.Literal) for x in eqn.invars):
+        return
+    for axes in sums(eqn.params):
+        known = dict(zip(eqn.invars, axes, strict=True))
+        # An operand that is read along two axes cannot be divided.
+        if all(known[x] == axis for x, axis in zip(eqn.invars, axes, strict=True)):
+            yield tuple(known[x] for x in equation.jaxpr.invars)
 
 
-def _reads_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> Sequence[bool] | None:
-    """Returns, for each operand, whether each row of the result reads one row."""
+def evaluate_on_chunk(
+    equation: Equation, operands: Sequence[Any], axes: Sequence[int], num_there: int
+) -> list[Any]:
+    """Runs an equation on a chunk.
+
+    Args:
+        equation: The equation.
+        operands: One for each of its inputs: a chunk, or the whole, as `axes_read` or
+            `axes_summed` says.
+        axes: The axis along which each result is divided; empty if it is a sum.
+        num_there: The length of a chunk.
+    """
+    return _evaluate(equation.jaxpr, operands, axes, num_there)
+
+
+def _axes_in(
+    jaxpr: jex_core.Jaxpr, axes: Sequence[int]
+) -> dict[Any, int | None] | None:
+    """Returns the axes along which variables are divided, given those of the results.
+
+    `None` if they cannot be, or if a variable is read along two axes.
+    """
+    known: dict[Any, int | None] = {}
+
+    def learn(atoms: Sequence[Any], axes: Sequence[int | None]) -> bool:
+        pairs = zip(atoms, axes, strict=True)
+        return all(
+            known.setdefault(atom, axis) == axis
+            for atom, axis in pairs
+            if not isinstance(atom, jex_core.Literal)
+        )
+
+    if not learn(jaxpr.outvars, axes):
+        return None
+    for eqn in reversed(jaxpr.eqns):
+        made = {known[var] for var in eqn.outvars if var in known}
+        read: Sequence[int | None] | None = [None] * len(eqn.invars)
+        if made not in (set(), {None}):
+            (axis, *others) = made
+            read = None if others or axis is None else _axes_of_operands(eqn, axis)
+        if read is None or not learn(eqn.invars, read):
+            return None
+    return known
+
+
+def _axes_of_operands(eqn: jex_core.JaxprEqn, axis: int) -> Sequence[int | None] | None:
+    """Returns the axes of the operands that lie at an axis of all results."""
+    lengths = {shape_of(result)[axis : axis + 1] for result in eqn.outvars}
+    if len(lengths) > 1:
+        return None
     body = _body(eqn)
     if body is not None:
-        made = _made_of_rows(body, num_rows)
-        if made is None or any(var not in made for var in body.outvars):
-            return None
-        return [var in made for var in body.invars]
+        known = _axes_in(body, [axis] * len(body.outvars))
+        return None if known is None else list(map(known.get, body.invars))
     rule = rule_of(eqn.primitive.name)
     if not (rule.runs_in_chunks or rule.is_elementwise):
         return None
-    read = []
+    read: list[int | None] = []
     for number, operand in enumerate(eqn.invars):
         shape = shape_of(operand)
-        axes = [a for a in range(len(shape)) if rule.axis_after(eqn, number, a) == 0]
-        if axes and 0 not in axes:
-            # The rows of the result are no rows of the operand.
-            return None
-        read.append(0 in axes and shape[0] == num_rows)
+        axes = (a for a in range(len(shape)) if {shape[a : a + 1]} == lengths)
+        read.append(
+            next((a for a in axes if rule.axis_after(eqn, number, a) == axis), None)
+        )
     # A broadcast makes rows of none.
-    return read if any(read) or eqn.primitive.name == "broadcast_in_dim" else None
+    is_divided = any(a is not None for a in read)
+    return read if is_divided or eqn.primitive.name == "broadcast_in_dim" else None
 
 
 def _evaluate(
-    jaxpr: jex_core.Jaxpr, operands: Sequence[Any], num_rows: int, num_there: int
+    jaxpr: jex_core.Jaxpr, operands: Sequence[Any], axes: Sequence[int], num_there: int
 ) -> list[Any]:
+    known = (_axes_in(jaxpr, axes) if axes else None) or {}
     env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
     for eqn in jaxpr.eqns:
         read = [
             a.val if isinstance(a, jex_core.Literal) else env[a] for a in eqn.invars
         ]
+        axis = next((known[v] for v in eqn.outvars if v in known), None)
         body = _body(eqn)
         params = dict(eqn.params)
         if body is not None:
-            results = _evaluate(body, read, num_rows, num_there)
+            inside = () if axis is None else [axis] * len(body.outvars)
+            results = _evaluate(body, read, inside, num_there)
         elif eqn.primitive.name == "conv_general_dilated":
             results = [convolve_in_loop(read, params)]
         else:
             for name in LENGTHS:
-                if params.get(name, ())[:1] == (num_rows,):
-                    params[name] = (num_there, *params[name][1:])
+                if axis is not None and params.get(name) is not None:
+                    lengths = list(params[name])
+                    lengths[axis] = num_there
+                    params[name] = tuple(lengths)
             eqn = summing_rows(eqn.replace(params=params), read)
             results = eqn.primitive.bind(*read, **eqn.params)
             if not eqn.primitive.multiple_results:

@@ -8,14 +8,14 @@ an error of its operands may change its result in any way: its result is saved.
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 from jax.extend.core import JaxprEqn
 
 from dafjax import config
 from dafjax._trace import axis_rules
-from dafjax._trace.axis_rules import AxisRule, Params
+from dafjax._trace.axis_rules import AxisRule, SumRule
 
 
 class Cost(enum.Enum):
@@ -157,7 +157,7 @@ class OpRule:
             if that is not known. Elementwise primitives need no such rule.
         runs_in_chunks: Whether it runs on chunks of rows as `axes` says. Elementwise
             primitives do.
-        sums_rows: Given its parameters, whether it sums over the rows of all operands.
+        sums: Given its parameters, the axes of its operands over which it sums.
     """
 
     cost: Cost = Cost.EXPENSIVE
@@ -172,7 +172,7 @@ class OpRule:
     is_copied_before: bool = False
     axes: AxisRule | None = None
     runs_in_chunks: bool = False
-    sums_rows: Callable[[Params], bool] | None = None
+    sums: SumRule | None = None
 
     @property
     def is_cheap(self) -> bool:
@@ -482,7 +482,7 @@ OPS: Mapping[str, OpRule] = {
         linear_in=_ALL,
         ends=Ends.AS_OPERANDS,
         **_REDUCED,
-        sums_rows=axis_rules.sums_first_axis,
+        sums=axis_rules.sums_axes,
     ),
     "reduce_window_max": _row(_OF_WINDOWS, ends=Ends.YES, **_WINDOWS),
     "reduce_window_min": _row(_OF_WINDOWS, ends=Ends.YES, **_WINDOWS),
@@ -497,7 +497,7 @@ OPS: Mapping[str, OpRule] = {
         combines=_MULTIPLY,
         is_copied_before=True,
         **_in_chunks(axis_rules.after_convolution),
-        sums_rows=axis_rules.sums_convolutions,
+        sums=axis_rules.sums_convolutions,
     ),
     "dot_general": OpRule(
         _PRODUCT,
@@ -506,7 +506,7 @@ OPS: Mapping[str, OpRule] = {
         combines=_MULTIPLY,
         lowering=Lowering.MATRIX_PRODUCT,
         **_in_chunks(axis_rules.after_product),
-        sums_rows=axis_rules.sums_products,
+        sums=axis_rules.sums_products,
     ),
     "ragged_dot_general": OpRule(_PRODUCT, Error.SMOOTH, _ALL, combines=_MULTIPLY),
     # A `dot_general` that sums nothing: XLA multiplies elements in a fused kernel.
