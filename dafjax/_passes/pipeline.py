@@ -14,6 +14,7 @@ from dafjax._passes.nonlinear import (
 )
 from dafjax._passes.pooling import note_places
 from dafjax._passes.scales import hold_scales
+from dafjax._passes.unit_axes import drop_unit_axes
 from dafjax._trace.residuals import Program
 from dafjax.policies import AbstractPolicy
 
@@ -55,6 +56,11 @@ PASSES: tuple[Pass, ...] = (
         "held_scales",
         "A norm divides out a scale; the noise of the scale's gradient would stay.",
         lambda program, _: hold_scales(program),
+    ),
+    Pass(
+        "unit_axes",
+        "Chunks divide the axis behind the one of a batch of one.",
+        lambda program, _: drop_unit_axes(program),
     ),
     Pass(
         "factor_sums",
