@@ -4,31 +4,40 @@ Chunks of the backward pass divide the first axis of residuals. In a batch of on
 microbatches of one, that axis has length 1. Also, XLA:CPU drops it in matrix products
 alone, and then does not compute in place between a product and what reads it.
 
-So values `[1, ...]` lose this axis. Arguments, results and gradients keep it. Equations
-that cannot do without it run with it, between two reshapes.
+So values lose their axes of length 1, but for the last ones: `[1, m, 1, n, 1]` becomes
+`[m, n, 1]`. Arguments, results and gradients keep their shapes. Equations that cannot do
+without these axes run with them, between two reshapes.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from dafjax._trace.axis_rules import JaxprEqn, Params, shape_of
-from dafjax._trace.equation import Atom, Constant, Equation, in_place_of
+from dafjax._trace.axis_rules import JaxprEqn, shape_of
+from dafjax._trace.equation import Atom, Constant, Equation, in_place_of, renumber
+from dafjax._trace.graph import flatten
 from dafjax._trace.residuals import Program
 from dafjax._trace.rules import rule_of
 
 
 def drop_unit_axes(program: Program) -> Program:
-    """Returns the program without such an axis, if its largest value has one."""
-    equations = (*program.forward, *program.backward)
-    made = [v for eqn in equations for v in eqn.outputs]
-    largest = max(made, key=program.nbytes, default=None)
-    if largest is None or not _has_unit_axis(program.avals[largest]):
+    """Returns the program without such an axis, if most bytes that it computes have it.
+
+    (A mask may have such an axis in any batch.)
+    """
+    with_axis, others = 0, 0
+    for eqn in program.forward:
+        for value in eqn.outputs:
+            if program.avals[value].shape[:1] == (1,):
+                with_axis += program.nbytes(value)
+            else:
+                others += program.nbytes(value)
+    if with_axis <= others:
         return program
     if any(aval.sharding.mesh.explicit_axes for aval in program.avals):
         return program
@@ -37,7 +46,21 @@ def drop_unit_axes(program: Program) -> Program:
 
 def _has_unit_axis(aval: jax.core.ShapedArray) -> bool:
     is_number = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    return is_number and len(aval.shape) > 1 and aval.shape[0] == 1
+    return is_number and _short(aval.shape) != tuple(aval.shape)
+
+
+def _dropped(shape: Sequence[int]) -> list[int]:
+    """Returns the axes of length 1 before a longer one."""
+    last = max((axis for axis, n in enumerate(shape) if n != 1), default=0)
+    return [axis for axis in range(last) if shape[axis] == 1]
+
+
+def _without(shape: Sequence[int], dropped: Container[int]) -> tuple[int, ...]:
+    return tuple(n for axis, n in enumerate(shape) if axis not in dropped)
+
+
+def _short(shape: Sequence[int]) -> tuple[int, ...]:
+    return _without(shape, _dropped(shape))
 
 
 @final
@@ -91,10 +114,10 @@ class _Dropping:
         if not any(map(self._is_unit, atoms)):
             self._equations.append(eqn)
             return
-        changed = None if eqn.has_effect else self._without_axis(eqn)
-        if changed is not None:
+        run = None if eqn.has_effect else _on_short(eqn)
+        if run is not None:
             self._learn(eqn.outputs)
-            self._equations.append(changed)
+            self._replace(eqn, run)
             return
         self._fails |= eqn.rule.is_product
         inputs = tuple(
@@ -113,7 +136,7 @@ class _Dropping:
     def _learn(self, outputs: Iterable[int]) -> None:
         for value in filter(self._is_unit, outputs):
             aval = self._avals[value]
-            self._avals[value] = aval.update(shape=aval.shape[1:])
+            self._avals[value] = aval.update(shape=_short(aval.shape))
             self._short[value] = value
 
     def _new(self, aval: jax.core.ShapedArray) -> int:
@@ -129,7 +152,7 @@ class _Dropping:
         """Returns the value without the axis."""
         if value not in self._short:
             aval = self._avals[value]
-            self._short[value] = self._new(aval.update(shape=aval.shape[1:]))
+            self._short[value] = self._new(aval.update(shape=_short(aval.shape)))
             self._equations.append(self._reshape(value, self._short[value], source))
         return self._short[value]
 
@@ -148,161 +171,184 @@ class _Dropping:
         last = self._equations[-1]
         return tuple(self._full_of(x, last) if isinstance(x, int) else x for x in atoms)
 
-    def _without_axis(self, eqn: Equation) -> Equation | None:
-        """Returns the equation on values without the axis, `None` if it needs it."""
-        (old,) = eqn.jaxpr.eqns
-        bind = _without_axis(old)
-        if bind is None:
-            return None
-        shapes = [
-            shape_of(var)[1:] if self._is_unit(v) else shape_of(var)
-            for v, var in zip(eqn.outputs, old.outvars, strict=True)
-        ]
-        avals = []
-        for atom, var in zip(eqn.inputs, eqn.jaxpr.invars, strict=True):
-            aval: Any = var.aval
-            avals.append(
-                aval.update(shape=aval.shape[1:]) if self._is_unit(atom) else aval
-            )
-
-        def run(*operands: Any) -> Any:
-            known = dict(zip(eqn.inputs, operands, strict=True))
-            atoms = eqn.operand_atoms
-            return bind([known[a] if a in known else _value(a) for a in atoms])
-
-        jaxpr = jax.make_jaxpr(run)(*avals).jaxpr
-        if len(jaxpr.eqns) != 1 or [shape_of(v) for v in jaxpr.outvars] != shapes:
-            return None
+    def _replace(self, eqn: Equation, run: Callable[..., Any]) -> None:
+        """Adds equations that compute the results of one from values without axes."""
         inputs = tuple(
-            (self._short_of(x, eqn) if self._is_unit(x) else x)
-            if isinstance(x, int)
-            else Constant(x.value[0] if self._is_unit(x) else x.value)
+            self._short_of(x, eqn) if isinstance(x, int) and self._is_unit(x) else x
             for x in eqn.inputs
         )
-        return in_place_of(Equation(jaxpr, inputs, eqn.outputs), eqn)
+        avals = [
+            self._avals[x] if isinstance(x, int) else jax.typeof(x.value)
+            for x in inputs
+        ]
+        graph = flatten(jax.make_jaxpr(run)(*avals))
+        numbers: dict[int, Atom] = dict(enumerate(inputs))
+        numbers.update(zip(graph.outputs, eqn.outputs, strict=True))  # type: ignore
+        for new in graph.equations:
+            for value in new.outputs:
+                if value not in numbers:
+                    numbers[value] = self._new(graph.avals[value])
+            changed = dataclasses.replace(
+                new,
+                inputs=renumber(new.inputs, numbers),
+                outputs=renumber(new.outputs, numbers),
+            )
+            self._equations.append(in_place_of(changed, eqn))
 
 
-def _value(atom: Atom) -> Any:
-    return atom.value if isinstance(atom, Constant) else None
-
-
-def _reshaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    return lax.reshape_p.bind(x, new_sizes=tuple(shape), dimensions=None, sharding=None)
-
-
-def _is_dropped(atom: Any) -> bool:
-    shape = shape_of(atom)
-    return len(shape) > 1 and shape[0] == 1
-
-
-def _without_axis(
-    eqn: JaxprEqn,
-) -> Callable[[Sequence[Any]], Any] | None:
-    """Returns the operation on operands `[1, ...]` without this axis.
-
-    Its results may have other shapes than those of the equation without the axis. Then
-    the equation cannot do without it.
-    """
+def _on_short(equation: Equation) -> Callable[..., list[Any]] | None:
+    """Returns an equation as a function of values without axes, `None` if unknown."""
+    (eqn,) = equation.jaxpr.eqns
     name, params = eqn.primitive.name, eqn.params
     if name == "squeeze" or (name == "reshape" and params["dimensions"] is None):
-        shape = shape_of(eqn.outvars[0])
-        shape = shape[1:] if _is_dropped(eqn.outvars[0]) else shape
-        return lambda operands: _reshaped(operands[0], shape)
-    rule = _RULES.get(name)
-    if rule is None:
-        rule = _each if rule_of(name).is_elementwise else _reduce
-    changed = rule(eqn)
-    if changed is None:
-        return None
-    return lambda operands: eqn.primitive.bind(*operands, **{**params, **changed})
+        rule: _Rule | None = _reshape
+    elif rule_of(name).is_elementwise:
+        rule = _shift
+    else:
+        rule = _RULES.get(name)
+    shapes = [_short(shape_of(var)) for var in eqn.outvars]
+
+    def run(*operands: Any) -> list[Any]:
+        known = dict(zip(equation.inputs, operands, strict=True))
+        atoms = equation.operand_atoms
+        read = [known[a] if a in known else a.value for a in atoms]  # type: ignore
+        assert rule is not None
+        results = rule(eqn, read)
+        if not eqn.primitive.multiple_results:
+            results = [results]
+        pairs = zip(results, shapes, strict=True)
+        # A result that is an operand gets a number of its own.
+        return [
+            _reshaped(x, shape) if x.shape != shape or any(x is y for y in read) else x
+            for x, shape in pairs
+        ]
+
+    is_known = rule is not None and (rule is not _shift or _can_shift(eqn))
+    return run if is_known else None
 
 
-def _each(eqn: JaxprEqn) -> Params | None:
-    are_dropped = (not shape_of(x) or _is_dropped(x) for x in eqn.invars)
-    return {} if all(are_dropped) else None
+_Rule: TypeAlias = Callable[[JaxprEqn, Sequence[Any]], Any]
 
 
-def _reduce(eqn: JaxprEqn) -> Params | None:
-    axes = tuple(axis - 1 for axis in eqn.params.get("axes", ()) if axis)
-    return {"axes": axes} if axes and _is_dropped(eqn.invars[0]) else None
+def _reshaped(x: Any, shape: Sequence[int]) -> jax.Array:
+    return lax.reshape_p.bind(
+        jnp.asarray(x), new_sizes=tuple(shape), dimensions=None, sharding=None
+    )
 
 
-def _along(name: str) -> Callable[[JaxprEqn], Params | None]:
-    def rule(eqn: JaxprEqn) -> Params | None:
-        axis = eqn.params[name]
-        are_dropped = all(map(_is_dropped, (*eqn.invars, *eqn.outvars)))
-        return {name: axis - 1} if axis and are_dropped else None
-
-    return rule
+def _fit(x: Any, shape: Sequence[int]) -> Any:
+    return x if jnp.shape(x) == tuple(shape) else _reshaped(x, shape)
 
 
-def _iota(eqn: JaxprEqn) -> Params | None:
-    shape, axis = eqn.params["shape"], eqn.params["dimension"]
-    return {"shape": shape[1:], "dimension": axis - 1} if axis else None
+def _reshape(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
+    return _fit(operands[0], _short(shape_of(eqn.outvars[0])))
 
 
-def _broadcast(eqn: JaxprEqn) -> Params | None:
+def _shared(eqn: JaxprEqn) -> list[int]:
+    """Returns the axes that an equation can drop of all operands and results."""
+    if "axes" in eqn.params:
+        return _dropped(shape_of(eqn.invars[0]))
+    # Along an axis an operand of length 1 may stand for all elements of the result.
+    shapes = [shape for shape in map(shape_of, eqn.invars) if shape]
+    units = ({a for a, n in enumerate(shape) if n == 1} for shape in shapes)
+    dropped = (_dropped(shape_of(result)) for result in eqn.outvars)
+    return sorted(set.intersection(*map(set, dropped), *units))
+
+
+def _can_shift(eqn: JaxprEqn) -> bool:
+    shared, params = _shared(eqn), eqn.params
+    places = {params[name] for name in ("axis", "dimension") if name in params}
+    padding = {
+        params["padding_config"][a] for a in shared if "padding_config" in params
+    }
+    if "axes" in params and set(params["axes"]) <= set(shared):
+        return False
+    return places.isdisjoint(shared) and padding <= {(0, 0, 0)}
+
+
+def _shift(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
+    """The rule of primitives whose parameters name axes, or nothing of shapes."""
+    shared, params = _shared(eqn), dict(eqn.params)
+
+    def place(axis: int) -> int:
+        return axis - sum(a < axis for a in shared)
+
+    for name in ("axis", "dimension"):
+        if name in params:
+            params[name] = place(params[name])
+    for name in _OF_AXES:
+        if params.get(name) is not None:
+            params[name] = _without(params[name], shared)
+    if "axes" in params:
+        params["axes"] = tuple(place(a) for a in params["axes"] if a not in shared)
+    shapes = (shape_of(atom) for atom in eqn.invars)
+    fitted = (
+        _fit(x, _without(shape, shared)) if shape else x
+        for x, shape in zip(operands, shapes, strict=True)
+    )
+    return eqn.primitive.bind(*fitted, **params)
+
+
+# Parameters with an entry for each axis.
+_OF_AXES = ("padding_config", "shape", "start_indices", "limit_indices", "strides")
+
+
+def _squeezed(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    shapes = (shape_of(atom) for atom in eqn.invars)
+    return [
+        _fit(x, [n for n in shape if n != 1])
+        for x, shape in zip(operands, shapes, strict=True)
+    ]
+
+
+def _places(atom: Any) -> dict[int, int]:
+    """Returns where the axes of an operand lie that are not of length 1, without these."""
+    long = (axis for axis, length in enumerate(shape_of(atom)) if length != 1)
+    return {axis: place for place, axis in enumerate(long)}
+
+
+def _broadcast(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
     shape, axes = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    if _is_dropped(eqn.invars[0]):
-        axes = axes[1:]
-    if _is_dropped(eqn.outvars[0]):
-        if 0 in axes:
-            return None
-        shape, axes = shape[1:], tuple(axis - 1 for axis in axes)
-    return {"shape": shape, "broadcast_dimensions": axes}
+    short, dropped = _short(shape), _dropped(shape)
+    kept = tuple(
+        axes[axis] - sum(a < axes[axis] for a in dropped)
+        for axis in _places(eqn.invars[0])
+    )
+    changed = {"shape": short, "broadcast_dimensions": kept}
+    x, *_ = _squeezed(eqn, operands)
+    return eqn.primitive.bind(x, **{**eqn.params, **changed})
 
 
-def _transpose(eqn: JaxprEqn) -> Params | None:
-    first, *others = eqn.params["permutation"]
-    if first or not _is_dropped(eqn.invars[0]):
-        return None
-    return {"permutation": tuple(axis - 1 for axis in others)}
+def _transpose(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
+    places = _places(eqn.invars[0])
+    order = tuple(places[a] for a in eqn.params["permutation"] if a in places)
+    (x,) = _squeezed(eqn, operands)
+    return x if order == tuple(sorted(order)) else lax.transpose(x, order)
 
 
-def _pad(eqn: JaxprEqn) -> Params | None:
-    first, *others = eqn.params["padding_config"]
-    if first != (0, 0, 0) or not _is_dropped(eqn.invars[0]):
-        return None
-    return {"padding_config": tuple(others)}
+def _multiply(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
+    sides = [_places(atom) for atom in eqn.invars]
+    numbers = tuple(
+        tuple(
+            tuple(places[axis] for axis in axes if axis in places)
+            for places, axes in zip(sides, pair, strict=True)
+        )
+        for pair in eqn.params["dimension_numbers"]
+    )
+    changed = {**eqn.params, "dimension_numbers": numbers}
+    return eqn.primitive.bind(*_squeezed(eqn, operands), **changed)
 
 
-def _slice(eqn: JaxprEqn) -> Params | None:
-    if not _is_dropped(eqn.invars[0]):
-        return None
-    names = "start_indices", "limit_indices", "strides"
-    return {n: eqn.params[n] and eqn.params[n][1:] for n in names}
-
-
-def _multiply(eqn: JaxprEqn) -> Params | None:
-    dropped = [_is_dropped(x) for x in eqn.invars]
-    numbers = []
-    for pair in eqn.params["dimension_numbers"]:
-        kept: tuple[list[int], list[int]] = [], []
-        for axes in zip(*pair, strict=True):
-            gone = [
-                axis == 0 and drop for axis, drop in zip(axes, dropped, strict=True)
-            ]
-            if gone[0] != gone[1]:
-                return None
-            if not gone[0]:
-                for axis, drop, side in zip(axes, dropped, kept, strict=True):
-                    side.append(axis - drop)
-        numbers.append(tuple(map(tuple, kept)))
-    return {"dimension_numbers": tuple(numbers)}
-
-
-_RULES: Mapping[str, Callable[[JaxprEqn], Params | None]] = {
+_RULES: Mapping[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
-    "concatenate": _along("dimension"),
-    "cumlogsumexp": _along("axis"),
-    "cummax": _along("axis"),
-    "cummin": _along("axis"),
-    "cumprod": _along("axis"),
-    "cumsum": _along("axis"),
     "dot_general": _multiply,
-    "iota": _iota,
-    "pad": _pad,
-    "slice": _slice,
-    "split": _along("axis"),
     "transpose": _transpose,
+    **dict.fromkeys(
+        [
+            *("argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin"),
+            *("cumprod", "cumsum", "iota", "pad", "reduce_and", "reduce_max"),
+            *("reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "slice", "split"),
+        ],
+        _shift,
+    ),
 }

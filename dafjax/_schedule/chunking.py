@@ -242,7 +242,12 @@ def divide(
     unpacked = [piece.value for piece in pieces if isinstance(piece, Unpacking)]
     large = [v for v in unpacked if program.is_large(v)]
     there = {v: in_parts[v] for v in read_in(stretch) if v in in_parts}
-    shapes = {tuple(program.avals[v].shape[:1]) for v in (*large, *there)}
+    lengths = {v: tuple(program.avals[v].shape[:1]) for v in (*large, *there)}
+    if large and not parts.are_apart and not there:
+        # Smaller residuals are decoded whole if they have other rows.
+        largest = max(large, key=program.nbytes)
+        large = [v for v in large if lengths[v] == lengths[largest]]
+    shapes = {lengths[v] for v in (*large, *there)}
     find = functools.partial(_divide, plan, stretch, later, parts)
     if len(shapes) == 1 and () not in shapes:
         ((num_rows,),) = shapes

@@ -261,8 +261,7 @@ def joined_stages(
     If a stage sums a weight gradient in chunks, the next product can compute the
     outgoing cotangent in the same chunks and overwrite the cotangent that both read.
     If a stage writes a large cotangent, and the next one reads it, no whole array is
-    needed in between. Such are the cotangents of attention probabilities. Then chunks
-    must decode nothing.
+    needed in between. Such are the cotangents of attention probabilities.
 
     Args:
         plan: The program and its saved residuals.
@@ -275,35 +274,54 @@ def joined_stages(
     stretches = stretches_of(steps)
     begins: dict[int, bool] = {}
     joined: list[Step] = []
-    # Whether chunks of joined steps decode residuals.
-    do_decode = False
+    of_joined: Division | None = None
     end = 0
     for stretch, later in zip(stretches, _read_later(plan, stretches), strict=True):
-        both = [*joined, *_without_restored(stretch, joined)]
-        decodes = _decodes(divide(plan, stretch, later, parts, {}))
-        can_join = False
+        new = _without_restored(stretch, joined)
+        division = divide(plan, stretch, later, parts, {})
+        of_both = None
+        rest: list[Step] = []
         if joined and not (
             _is_cheap(joined[0]) or _is_cheap(stretch[0]) or stretch[0].unpacked
         ):
-            can_join = _decodes(divide(plan, both, later, parts, {}))
-            begins.update({end: False} if can_join else {})
-        behind = end + len(stretch)
-        if not (can_join or decodes or do_decode) and (
-            _reads_large(joined, stretch, plan, parts)
-        ):
-            division = divide(plan, both, later, parts, {})
-            can_join = division is not None and not _decodes(division)
-            if can_join:
-                begins.update(dict.fromkeys(range(end, behind), False))
-                begins[behind] = True
-        joined = both if can_join else stretch
-        do_decode = decodes or (can_join and do_decode)
-        end = behind
+            of_both = divide(plan, [*joined, *new], later, parts, {})
+            of_both = of_both if _decoded(of_both) else None
+            begins.update({} if of_both is None else {end: False})
+        if of_both is None and _reads_large(joined, stretch, plan, parts):
+            decoded = _decoded(division) | _decoded(of_joined)
+            # What follows the last product may not run in chunks.
+            for num in dict.fromkeys((len(stretch), _num_before_cheap(stretch))):
+                read = later | read_in(stretch[num:])
+                found = divide(plan, [*joined, *new[:num]], read, parts, {})
+                if found is not None and _joins(found, decoded):
+                    begins.update(dict.fromkeys(range(end, end + num), False))
+                    begins[end + num] = True
+                    of_both, rest = found, stretch[num:]
+                    break
+        joined = stretch if of_both is None else (rest or [*joined, *new])
+        of_joined = (None if rest else of_both) or division
+        end += len(stretch)
     return begins
 
 
-def _decodes(division: Division | None) -> bool:
-    return division is not None and bool(division.unpacked)
+def _num_before_cheap(stretch: Sequence[Step]) -> int:
+    """Returns the number of steps up to the last product."""
+    products = (n for n, step in enumerate(stretch, 1) if not _is_cheap(step))
+    return max(products, default=len(stretch))
+
+
+def _joins(division: Division, decoded: set[int]) -> bool:
+    """Returns whether chunks of joined stages sum nothing, and decode these residuals.
+
+    Two copies of each sum would exist for longer.
+    """
+    sums = any(loop.sums for loop in division.loops)
+    return not sums and decoded <= _decoded(division)
+
+
+def _decoded(division: Division | None) -> set[int]:
+    """Returns the residuals that chunks decode."""
+    return set() if division is None else set(division.unpacked)
 
 
 def _without_restored(stretch: Iterable[Step], before: Iterable[Step]) -> list[Step]:
