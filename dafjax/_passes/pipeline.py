@@ -59,7 +59,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "unit_axes",
-        "Chunks divide the axis behind the one of a batch of one.",
+        "Chunks divide positions or heads of a batch of one.",
         lambda program, _: drop_unit_axes(program),
     ),
     Pass(

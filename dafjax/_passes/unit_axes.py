@@ -5,8 +5,9 @@ microbatches of one, that axis has length 1. Also, XLA:CPU drops it in matrix pr
 alone, and then does not compute in place between a product and what reads it.
 
 So values lose their axes of length 1, but for the last ones: `[1, m, 1, n, 1]` becomes
-`[m, n, 1]`. Arguments, results and gradients keep their shapes. Equations that cannot do
-without these axes run with them, between two reshapes.
+`[m, n, 1]`. (Attention adds an axis for each group of heads, mostly of length 1.)
+Arguments, results and gradients keep their shapes. Equations that cannot do without
+these axes run with them, between two reshapes.
 """
 
 import dataclasses
@@ -19,7 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from dafjax._trace.axis_rules import JaxprEqn, shape_of
-from dafjax._trace.equation import Atom, Constant, Equation, in_place_of, renumber
+from dafjax._trace.equation import (
+    Atom,
+    Constant,
+    Equation,
+    in_place_of,
+    renumber,
+)
 from dafjax._trace.graph import flatten
 from dafjax._trace.residuals import Program
 from dafjax._trace.rules import rule_of
@@ -183,7 +190,8 @@ class _Dropping:
         ]
         graph = flatten(jax.make_jaxpr(run)(*avals))
         numbers: dict[int, Atom] = dict(enumerate(inputs))
-        numbers.update(zip(graph.outputs, eqn.outputs, strict=True))  # type: ignore
+        results = zip(graph.outputs, eqn.outputs, strict=True)
+        numbers.update((new, old) for new, old in results if isinstance(new, int))
         for new in graph.equations:
             for value in new.outputs:
                 if value not in numbers:
@@ -206,13 +214,18 @@ def _on_short(equation: Equation) -> Callable[..., list[Any]] | None:
         rule = _shift
     else:
         rule = _RULES.get(name)
+    if rule is None or (rule is _shift and not _can_shift(eqn)):
+        return None
     shapes = [_short(shape_of(var)) for var in eqn.outvars]
 
     def run(*operands: Any) -> list[Any]:
         known = dict(zip(equation.inputs, operands, strict=True))
-        atoms = equation.operand_atoms
-        read = [known[a] if a in known else a.value for a in atoms]  # type: ignore
-        assert rule is not None
+        read = [
+            atom.value
+            if isinstance(atom, Constant) and atom not in known
+            else known[atom]
+            for atom in equation.operand_atoms
+        ]
         results = rule(eqn, read)
         if not eqn.primitive.multiple_results:
             results = [results]
@@ -223,8 +236,7 @@ def _on_short(equation: Equation) -> Callable[..., list[Any]] | None:
             for x, shape in pairs
         ]
 
-    is_known = rule is not None and (rule is not _shift or _can_shift(eqn))
-    return run if is_known else None
+    return run
 
 
 _Rule: TypeAlias = Callable[[JaxprEqn, Sequence[Any]], Any]
@@ -302,7 +314,7 @@ def _squeezed(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
 
 def _places(atom: Any) -> dict[int, int]:
-    """Returns where the axes of an operand lie that are not of length 1, without these."""
+    """Returns the places of the axes that are longer than 1 among each other."""
     long = (axis for axis, length in enumerate(shape_of(atom)) if length != 1)
     return {axis: place for place, axis in enumerate(long)}
 
