@@ -285,7 +285,8 @@ def joined_stages(
             _is_cheap(joined[0]) or _is_cheap(stretch[0]) or stretch[0].unpacked
         ):
             of_both = divide(plan, [*joined, *new], later, parts, {})
-            of_both = of_both if _decoded(of_both) else None
+            has_sums = of_both and any(loop.sums for loop in of_both.loops)
+            of_both = of_both if has_sums and _decoded(of_both) else None
             begins.update({} if of_both is None else {end: False})
         if of_both is None and _reads_large(joined, stretch, plan, parts):
             decoded = _decoded(division) | _decoded(of_joined)
@@ -338,10 +339,17 @@ def _without_restored(stretch: Iterable[Step], before: Iterable[Step]) -> list[S
 def _reads_large(
     joined: Iterable[Step], stretch: Iterable[Step], plan: ProgramPlan, parts: Parts
 ) -> bool:
-    """Returns whether a stage reads a value of another, about the largest of all."""
+    """Returns whether a stage reads a value of another, about the largest of all.
+
+    It must be larger than the arguments that the stage reads: their copies would be
+    live in the whole joined stage.
+    """
     made = {v for step in joined if step.equation for v in step.equation.outputs}
-    sizes = map(plan.program.nbytes, made & read_in(stretch))
-    return any(map(parts.is_among_largest, sizes))
+    nbytes = plan.program.nbytes
+    largest = max(map(nbytes, made & read_in(stretch)), default=0)
+    arguments = read_in(stretch).intersection(range(plan.program.num_arguments))
+    new = sum(map(nbytes, arguments - read_in(joined)))
+    return largest > new and parts.is_among_largest(largest)
 
 
 def with_divisions(
