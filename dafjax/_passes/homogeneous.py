@@ -314,28 +314,17 @@ class _Walk:
         return first
 
 
-# The degree of a result, where it is not that of the operands.
-_POWERS = {"cbrt": 1 / 3, "rsqrt": -0.5, "sqrt": 0.5, "square": 2}
-# Homogeneous, but not linear.
-_OF_DEGREE_1 = frozenset(
-    [
-        *("abs", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min"),
-        *("reduce_window_max", "reduce_window_min", "select_n"),
-    ]
-)
-
-
 def _power(eqn: Equation) -> float | None:
     """Returns the degree of results whose operands have degree 1; `None`: of none."""
     name, rule = eqn.primitive, eqn.rule
     if name == "integer_pow":
         return eqn.params["y"]
     is_linear = rule.linear_in is Operands.ALL and rule.combines is Combines.OTHER
-    if name in _OF_DEGREE_1 or (is_linear and name != "stop_gradient"):
+    if is_linear and name != "stop_gradient":
         return 1
     if name == "custom_jvp_call" and _is_relu(eqn):
         return 1
-    return _POWERS.get(name)
+    return rule.degree
 
 
 def _is_relu(eqn: Equation) -> bool:

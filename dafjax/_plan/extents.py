@@ -122,6 +122,11 @@ def find_extents(program: Program) -> dict[int, Extent]:
     return found
 
 
+def find_statistics(program: Program) -> frozenset[int]:
+    """Returns the sums and maxima that divide, with what follows from them."""
+    return _statistics_that_divide(program)[1]
+
+
 def find_apart(program: Program) -> frozenset[int]:
     """Returns the normalized results of convolutions that mix few channels.
 
