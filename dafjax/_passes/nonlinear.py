@@ -48,6 +48,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.core
@@ -56,25 +57,25 @@ import numpy as np
 
 from dafjax import config
 from dafjax._trace.equation import Atom, Constant, Equation, call_equation, values_of
-from dafjax._trace.graph import live_equations
+from dafjax._trace.graph import find_numbers, live_equations, number_of
 from dafjax._trace.residuals import Program, Recipe
 
 
 def note_relu_masks(program: Program) -> Program:
     """Returns the program with a recipe for each `max(x, 0)` whose mask it computes."""
-    zeros = _find_zeros(program)
+    numbers = find_numbers(program.forward)
     masks = {
         x: eqn.outputs[0]
         for eqn in program.forward
         for x in (
-            _other_than_zero(eqn, "gt", zeros, places=(1,)),
-            _other_than_zero(eqn, "lt", zeros, places=(0,)),
+            _other_than_zero(eqn, "gt", numbers, places=(1,)),
+            _other_than_zero(eqn, "lt", numbers, places=(0,)),
         )
         if x is not None
     }
     recipes = dict(program.recipes)
     for eqn in program.forward:
-        x = _other_than_zero(eqn, "max", zeros, places=(0, 1))
+        x = _other_than_zero(eqn, "max", numbers, places=(0, 1))
         if x is not None and x in masks:
             inputs = masks[x], x
             operands = [program.avals[value] for value in inputs]
@@ -134,26 +135,8 @@ def with_masks_of_results(
     return dataclasses.replace(program, forward=tuple(forward)), of_results
 
 
-def _find_zeros(program: Program) -> frozenset[int]:
-    """Returns the values whose elements are all 0, because they come from a literal."""
-    zeros: set[int] = set()
-    for eqn in program.forward:
-        if eqn.rule.keeps_values and all(
-            _is_zero(atom, zeros) for atom in eqn.operand_atoms
-        ):
-            zeros.update(eqn.outputs)
-    return frozenset(zeros)
-
-
-def _is_zero(atom: Atom, zeros: Container[int]) -> bool:
-    if isinstance(atom, Constant):
-        is_number = jnp.issubdtype(jnp.result_type(atom.value), np.number)
-        return is_number and np.ndim(atom.value) == 0 and bool(atom.value == 0)
-    return atom in zeros
-
-
 def _other_than_zero(
-    eqn: Equation, primitive: str, zeros: Container[int], places: tuple[int, ...]
+    eqn: Equation, primitive: str, numbers: Mapping[int, Any], places: tuple[int, ...]
 ) -> int | None:
     """Returns an equation's other operand, if the operand at one of `places` is 0."""
     if eqn.primitive != primitive:
@@ -161,7 +144,7 @@ def _other_than_zero(
     atoms = eqn.operand_atoms
     for place in places:
         other = atoms[1 - place]
-        if _is_zero(atoms[place], zeros) and isinstance(other, int):
+        if number_of(atoms[place], numbers) == 0 and isinstance(other, int):
             return other
     return None
 
@@ -380,12 +363,12 @@ def note_denominators(program: Program) -> Program:
 
 def _exponentials(program: Program) -> set[int]:
     """Returns exponentials, also in another dtype, or with zeros in place of some."""
-    zeros = _find_zeros(program)
+    numbers = find_numbers(program.forward)
     found: set[int] = set()
     for eqn in program.forward:
         atoms = eqn.operand_atoms
         if eqn.primitive == "select_n":
-            moves = all(_is_zero(atom, zeros) or atom in found for atom in atoms[1:])
+            moves = all(number_of(a, numbers) == 0 or a in found for a in atoms[1:])
         else:
             moves = eqn.rule.converts and found.issuperset(eqn.inputs)
         if eqn.primitive == "exp" or moves:
@@ -435,6 +418,5 @@ def _divides_by(eqn: Equation, values: Container[int]) -> bool:
 def _compares_with_zero(eqn: Equation) -> bool:
     _, *others = eqn.operand_atoms
     return eqn.primitive in ("ge", "gt", "sign") and all(
-        isinstance(other, Constant) and np.ndim(other.value) == 0 and other.value == 0
-        for other in others
+        number_of(other, {}) == 0 for other in others
     )
