@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
-from dafjax._memory.program import CONSTANT, Op, XlaProgram
+from dafjax._memory.read import CONSTANT, Op, XlaProgram
 from dafjax._trace.rules import Lowering
 
 

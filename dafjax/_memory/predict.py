@@ -18,8 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 from dafjax._memory.kernels import Kernel, breadth_first, depth_first, find_kernels
-from dafjax._memory.program import XlaProgram
-from dafjax._memory.read import read, read_program
+from dafjax._memory.read import XlaProgram, read, read_program
 from dafjax._trace.residuals import Program
 from dafjax._trace.rules import Lowering
 from dafjax._trace.tracing import ClosedJaxpr
