@@ -4,6 +4,7 @@ They tell what is live, the names of values, and operations as `jax.checkpoint`
 describes them to its policies.
 """
 
+import collections
 import dataclasses
 import enum
 import itertools
@@ -95,6 +96,15 @@ def live_equations(
             live.append(eqn)
             needed.update(eqn.input_values)
     return tuple(reversed(live))
+
+
+def readers_of(equations: Iterable[Equation]) -> dict[int, list[Equation]]:
+    """Returns, for each value, the equations that read it."""
+    readers: dict[int, list[Equation]] = collections.defaultdict(list)
+    for eqn in equations:
+        for value in dict.fromkeys(eqn.input_values):
+            readers[value].append(eqn)
+    return readers
 
 
 def flatten(
