@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, final
 
 from dafjax import config
 from dafjax._plan.analysis import find_given
+from dafjax._trace.axis_rules import IN_ORDER
 from dafjax._trace.equation import Equation
 from dafjax._trace.graph import readers_of
 from dafjax._trace.residuals import Program
@@ -262,7 +263,7 @@ def _statistics_that_divide(
     # The number of elements that each value is computed from, before broadcasts.
     sizes = {v: math.prod(aval.shape) for v, aval in enumerate(program.avals)}
     for eqn in program.forward:
-        if eqn.primitive in _SPREADING or eqn.rule.is_elementwise:
+        if eqn.primitive in IN_ORDER or eqn.rule.is_elementwise:
             of = max((sizes[v] for v in eqn.input_values), default=0)
             sizes.update((v, min(of, sizes[v])) for v in eqn.outputs)
 
@@ -294,7 +295,6 @@ def _statistics_that_divide(
 
 
 _INVERTING = frozenset(["pow", "rsqrt"])
-_SPREADING = frozenset(["broadcast_in_dim", "reshape", "squeeze"])
 
 
 def _reduction(eqn: Equation) -> _Reduction | None:
@@ -402,12 +402,10 @@ def _merged(factors: Iterable[_Factor]) -> list[_Factor]:
 
 
 _CARRIES = {
-    "broadcast_in_dim": _carry_order,
+    **dict.fromkeys(IN_ORDER, _carry_order),
     "reduce_max": _carry_axes,
     "reduce_sum": _carry_axes,
-    "reshape": _carry_order,
     "slice": _carry_slice,
     "split": _carry_split,
-    "squeeze": _carry_order,
     "transpose": _carry_axes,
 }

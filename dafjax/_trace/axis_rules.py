@@ -18,6 +18,8 @@ from jax.extend.core import JaxprEqn
 Params: TypeAlias = Mapping[str, Any]
 AxisRule: TypeAlias = Callable[[JaxprEqn, int, int], int | None]
 
+# They keep elements in order, and change the shape.
+IN_ORDER = ("broadcast_in_dim", "reshape", "squeeze")
 # Parameters that hold the lengths of a result's axes.
 LENGTHS = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 
