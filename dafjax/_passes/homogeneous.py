@@ -8,7 +8,6 @@ them form a cone.
 import collections
 import dataclasses
 import heapq
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -16,8 +15,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from dafjax._trace.equation import Atom, Constant, Equation
-from dafjax._trace.graph import Graph, flatten
+from dafjax._trace.axis_rules import shape_of
+from dafjax._trace.equation import Atom, Equation
+from dafjax._trace.graph import Graph, find_numbers, flatten, number_of
 from dafjax._trace.residuals import trace_like
 from dafjax._trace.rules import Combines, Operands, is_much_smaller
 
@@ -94,7 +94,7 @@ class _Facts:
     Attributes:
         graph: The program.
         readers: For each value, the places of the equations that read it.
-        fillings: The values that are one number, everywhere.
+        numbers: The values that are one number, everywhere.
         moved: The values that are an argument with one number for each channel.
         multiplied: Such arguments that multiply something.
     """
@@ -102,7 +102,7 @@ class _Facts:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.readers: dict[int, list[int]] = collections.defaultdict(list)
-        self.fillings: dict[int, Any] = {}
+        self.numbers = find_numbers(graph.equations)
         self.moved: dict[int, _Argument] = {}
         multiplied: dict[int, None] = {}
         for value in range(graph.num_inputs):
@@ -112,8 +112,6 @@ class _Facts:
         for place, eqn in enumerate(graph.equations):
             for value in eqn.input_values:
                 self.readers[value].append(place)
-            if eqn.filling is not None:
-                self.fillings.update(dict.fromkeys(eqn.outputs, eqn.filling))
             sources = [self.moved[v] for v in eqn.input_values if v in self.moved]
             if eqn.rule.keeps_values and len(sources) == len(eqn.input_values) == 1:
                 (source,) = sources
@@ -128,9 +126,8 @@ class _Facts:
 
     def number(self, atom: Atom) -> Any:
         """Returns the real number that a value is everywhere, or `None`."""
-        value = atom.value if isinstance(atom, Constant) else self.fillings.get(atom)
-        is_number = value is not None and jnp.ndim(value) == 0
-        return value if is_number and jnp.isrealobj(value) else None
+        number = number_of(atom, self.numbers)
+        return None if jnp.iscomplexobj(number) else number
 
     def argument(self, atom: Atom) -> "_Argument | None":
         """Returns the argument that a value is, if it is one."""
@@ -382,50 +379,11 @@ def _of_convolution(eqn: Equation, found: Sequence[tuple[int, Degree]]) -> Degre
 
 def _axis_after(eqn: Equation, operand: int, axis: int) -> int | None:
     """Returns the axis of the results that holds an operand's channels, if one does."""
-    aval: Any = eqn.jaxpr.eqns[0].invars[operand].aval
-    shape = aval.shape
-    if eqn.primitive == "broadcast_in_dim":
-        place = eqn.params["broadcast_dimensions"][axis]
-    elif eqn.primitive == "reshape":
-        place = _axis_after_reshape(eqn, shape, axis)
-    elif eqn.primitive == "transpose":
-        place = eqn.params["permutation"].index(axis)
-    elif eqn.primitive == "concatenate":
-        place = None if eqn.params["dimension"] == axis else axis
-    elif eqn.rule.is_elementwise or eqn.primitive == "custom_jvp_call":
-        place = axis
-    elif eqn.rule.keeps_axis is None or not eqn.rule.keeps_axis(
-        eqn.params, axis, len(shape)
-    ):
-        place = None
-    else:
-        removed = eqn.params.get("axes", ())
-        if eqn.primitive == "squeeze":
-            removed = eqn.params["dimensions"]
-        place = axis - sum(a < axis for a in removed)
-        # `stack` and `unstack` change the number of axes, too.
-        num_axes = aval.ndim - len(removed)
-        if any(
-            len(getattr(v.aval, "shape", ())) != num_axes for v in eqn.jaxpr.outvars
-        ):
-            place = None
-    results: Any = [var.aval for var in eqn.jaxpr.outvars]
+    (written,) = eqn.jaxpr.eqns
+    is_call = eqn.primitive == "custom_jvp_call"
+    place = axis if is_call else eqn.rule.axis_after(written, operand, axis)
+    length = shape_of(written.invars[operand])[axis : axis + 1]
     fits = place is not None and all(
-        result.shape[place : place + 1] == shape[axis : axis + 1] for result in results
+        shape_of(result)[place : place + 1] == length for result in eqn.jaxpr.outvars
     )
     return place if fits else None
-
-
-def _axis_after_reshape(eqn: Equation, shape: tuple[int, ...], axis: int) -> int | None:
-    """Returns the axis of the result that is an axis of the operand."""
-    (aval,) = (var.aval for var in eqn.jaxpr.outvars)
-    result: Any = getattr(aval, "shape", ())
-    if eqn.params["dimensions"] is not None:
-        return None
-    before = math.prod(shape[:axis])
-    same = (
-        place
-        for place, length in enumerate(result)
-        if length == shape[axis] and math.prod(result[:place]) == before
-    )
-    return next(same, None)

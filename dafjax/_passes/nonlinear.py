@@ -37,6 +37,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.core
@@ -44,24 +45,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from dafjax._trace.equation import Atom, Constant, Equation, call_equation, values_of
+from dafjax._trace.graph import find_numbers, number_of
 from dafjax._trace.residuals import Program, Recipe
 
 
 def note_relu_masks(program: Program) -> Program:
     """Returns the program with a recipe for each `max(x, 0)` whose mask it computes."""
-    zeros = find_zeros(program)
+    numbers = find_numbers(program.forward)
     masks = {
         x: eqn.outputs[0]
         for eqn in program.forward
         for x in (
-            _other_than_zero(eqn, "gt", zeros, places=(1,)),
-            _other_than_zero(eqn, "lt", zeros, places=(0,)),
+            _other_than_zero(eqn, "gt", numbers, places=(1,)),
+            _other_than_zero(eqn, "lt", numbers, places=(0,)),
         )
         if x is not None
     }
     recipes = dict(program.recipes)
     for eqn in program.forward:
-        x = _other_than_zero(eqn, "max", zeros, places=(0, 1))
+        x = _other_than_zero(eqn, "max", numbers, places=(0, 1))
         if x is not None and x in masks:
             inputs = masks[x], x
             operands = [program.avals[value] for value in inputs]
@@ -121,26 +123,8 @@ def with_masks_of_results(
     return dataclasses.replace(program, forward=tuple(forward)), of_results
 
 
-def find_zeros(program: Program) -> frozenset[int]:
-    """Returns the values whose elements are all 0, because they come from a literal."""
-    zeros: set[int] = set()
-    for eqn in program.forward:
-        if eqn.rule.keeps_values and all(
-            is_zero(atom, zeros) for atom in eqn.operand_atoms
-        ):
-            zeros.update(eqn.outputs)
-    return frozenset(zeros)
-
-
-def is_zero(atom: Atom, zeros: Container[int]) -> bool:
-    if isinstance(atom, Constant):
-        is_number = jnp.issubdtype(jnp.result_type(atom.value), np.number)
-        return is_number and np.ndim(atom.value) == 0 and bool(atom.value == 0)
-    return atom in zeros
-
-
 def _other_than_zero(
-    eqn: Equation, primitive: str, zeros: Container[int], places: tuple[int, ...]
+    eqn: Equation, primitive: str, numbers: Mapping[int, Any], places: tuple[int, ...]
 ) -> int | None:
     """Returns an equation's other operand, if the operand at one of `places` is 0."""
     if eqn.primitive != primitive:
@@ -148,7 +132,7 @@ def _other_than_zero(
     atoms = eqn.operand_atoms
     for place in places:
         other = atoms[1 - place]
-        if is_zero(atoms[place], zeros) and isinstance(other, int):
+        if number_of(atoms[place], numbers) == 0 and isinstance(other, int):
             return other
     return None
 

@@ -30,13 +30,11 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dafjax import config
 from dafjax._passes.bounds import find_least
-from dafjax._passes.nonlinear import find_zeros, is_zero
-from dafjax._trace.equation import Atom, Constant, Equation, call_equation
-from dafjax._trace.graph import live_equations
+from dafjax._trace.equation import Atom, Equation, call_equation
+from dafjax._trace.graph import find_numbers, live_equations, number_of
 from dafjax._trace.residuals import Program, Recipe
 from dafjax._trace.rules import Combines
 
@@ -65,12 +63,12 @@ def note_denominators(program: Program) -> Program:
 
 def _exponentials(program: Program) -> set[int]:
     """Returns exponentials, also in another dtype, or with zeros in place of some."""
-    zeros = find_zeros(program)
+    numbers = find_numbers(program.forward)
     found: set[int] = set()
     for eqn in program.forward:
         atoms = eqn.operand_atoms
         if eqn.primitive == "select_n":
-            moves = all(is_zero(atom, zeros) or atom in found for atom in atoms[1:])
+            moves = all(number_of(a, numbers) == 0 or a in found for a in atoms[1:])
         else:
             moves = eqn.rule.converts and found.issuperset(eqn.inputs)
         if eqn.primitive == "exp" or moves:
@@ -120,8 +118,7 @@ def _divides_by(eqn: Equation, values: Container[int]) -> bool:
 def _compares_with_zero(eqn: Equation) -> bool:
     _, *others = eqn.operand_atoms
     return eqn.primitive in ("ge", "gt", "sign") and all(
-        isinstance(other, Constant) and np.ndim(other.value) == 0 and other.value == 0
-        for other in others
+        number_of(other, {}) == 0 for other in others
     )
 
 
@@ -179,7 +176,7 @@ class _Rewriter:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._makers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+        self._makers = program.producers
         self._least = find_least(program)
         self._avals = list(program.avals)
         self._recipes = dict(program.recipes)
@@ -284,7 +281,7 @@ def scaled_numerator(
 
 def _quotients(program: Program) -> Iterator[_Quotient]:
     """Yields the quotients of two values."""
-    makers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+    makers = program.producers
     for eqn in program.forward:
         pairs: list[tuple[Atom, tuple[int, ...]]] = []
         if eqn.primitive == "div" and eqn.divisor is not None:

@@ -75,7 +75,7 @@ class _Decider:
         self._iterations = iterations
         self._steering = find_steering(program)
         self._statistics = find_statistics(program)
-        self._producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+        self._producers = program.producers
         self._packed = {v for eqn in program.backward for v in reads_packed(eqn)}
         self._exact = _read_exactly(program)
         self._most_products = max(

@@ -19,6 +19,7 @@ from dafjax._plan.analysis import (
 )
 from dafjax._plan.decisions import applies, decide
 from dafjax._plan.extents import (
+    Extent,
     extent_of_channels,
     extent_of_examples,
     extent_of_rows,
@@ -78,8 +79,9 @@ def make_plan(
     """
     draft = _choose(program, policy, frozenset(activations), iterations)
     _shrink(draft)
-    uses = _give_bits(draft, bits, nbits_beside if spares_bits else None)
-    _normalize(draft)
+    extents = find_extents(program)
+    uses = _give_bits(draft, extents, bits, nbits_beside if spares_bits else None)
+    _normalize(draft, extents)
     return _finish(draft, uses, function)
 
 
@@ -147,7 +149,7 @@ def _choose(
             iterations=iterations,
         ),
         names=names,
-        producers={v: eqn for eqn in program.forward for v in eqn.outputs},
+        producers=dict(program.producers),
     )
     seen = set(residuals)
     stack = list(residuals)
@@ -181,17 +183,20 @@ def _shrink(draft: _Draft) -> None:
     draft.recomputed = _needed(draft.recomputed, wanted, draft.kept)
 
 
-def _give_bits(draft: _Draft, bits: Bits, nbits_beside: int | None) -> dict[int, Use]:
+def _give_bits(
+    draft: _Draft, extents: Mapping[int, Extent], bits: Bits, nbits_beside: int | None
+) -> dict[int, Use]:
     """Decides about bits; returns how gradients depend on each value in codes.
 
     Args:
         draft: The plan.
+        extents: The extents of the values that the program normalizes.
         bits: The user's bits.
         nbits_beside: The bits that loops in other programs store; `None` if small
             residuals get the same bits as others.
     """
     uses = find_uses(draft.program, draft.recomputed, draft.inexact)
-    for value in find_apart(draft.program) & uses.keys():
+    for value in uses.keys() & find_apart(draft.program, extents):
         uses[value] = max(uses[value], Use.SMOOTH)
     names, decisions = draft.names, draft.decisions
     draft.num_bits = {v: bits.of(names[v], uses.get(v, Use.LINEAR)) for v in draft.kept}
@@ -209,10 +214,11 @@ def _give_bits(draft: _Draft, bits: Bits, nbits_beside: int | None) -> dict[int,
     return uses
 
 
-def _normalize(draft: _Draft) -> None:
+def _normalize(draft: _Draft, extents: Mapping[int, Extent]) -> None:
     """Saves normalized copies in place of values that groups would mix."""
     forms = _find_forms(
         draft.program,
+        extents,
         {value: draft.num_bits[value] for value in draft.inexact},
         draft.decisions,
         (*draft.recomputed.values(), *draft.program.backward),
@@ -339,6 +345,7 @@ def _in_order(program: Program) -> Iterator[int]:
 
 def _find_forms(
     program: Program,
+    extents: Mapping[int, Extent],
     bits: Mapping[int, int],
     decisions: Mapping[int, Decision],
     readers: Sequence[Equation],
@@ -348,13 +355,13 @@ def _find_forms(
 
     Args:
         program: The program.
+        extents: The extents of the values that it normalizes.
         bits: The values in inexact codes, and the bits of the codes.
         decisions: The policy's decisions. Only for `Affine` are the quantization groups
             known.
         readers: The equations that read the values after unpacking.
         activations: The arguments that the caller does not keep alive.
     """
-    extents = find_extents(program)
     channels = find_channels(program, activations)
     # Range-reduced arguments all have the same scale, a period.
     phases = {v for e in program.forward if e.primitive == "phase" for v in e.outputs}

@@ -1,126 +1,144 @@
-"""Which axes a primitive keeps apart: for chunks of a batch, and for its examples.
+"""Where an axis of an operand lies in the results of a primitive.
 
-An axis is kept if elements at different places along it stay apart. A row is one index
-of the first axis.
+A rule takes an equation, the number of an operand, and one of its axes. It returns an
+axis of the results, or `None`. Elements of the results at one place of that axis are
+computed from elements of the operand at the same place only, as long as both axes have
+the same length. (A slice may be shorter.)
+
+A row is one index of the first axis.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from jax.extend.core import JaxprEqn
+
 
 Params: TypeAlias = Mapping[str, Any]
-# Takes the parameters, an axis of the first operand, and the rank of that operand.
-AxisRule: TypeAlias = Callable[[Params, int, int], bool]
-RowRule: TypeAlias = Callable[[Params, Sequence[bool]], Sequence[bool] | None]
+AxisRule: TypeAlias = Callable[[JaxprEqn, int, int], int | None]
+
+# They keep elements in order, and change the shape.
+IN_ORDER = ("broadcast_in_dim", "reshape", "squeeze")
+# Parameters that hold the lengths of a result's axes.
+LENGTHS = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 
 
-def always(params: Params, axis: int, rank: int) -> bool:
-    """Keeps all axes that have their length in the result."""
-    del params, axis, rank
-    return True
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """Returns the shape of an operand or a result; `()` for a token."""
+    return tuple(getattr(atom.aval, "shape", ()))
 
 
-def is_not_reduced(params: Params, axis: int, rank: int) -> bool:
-    """Keeps the axes over which it does not reduce."""
-    del rank
-    return axis not in params["axes"]
+def stays(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+    """All axes are axes of the results."""
+    del eqn, operand
+    return axis
 
 
-def is_not_along(params: Params, axis: int, rank: int) -> bool:
-    """Keeps the axes but that along which it works."""
-    del rank
-    return axis != params["axis"]
+def is_not_along(name: str) -> AxisRule:
+    """All axes stay but those that a parameter names."""
+
+    def rule(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+        del operand
+        return None if axis in _axes(eqn.params[name]) else axis
+
+    return rule
 
 
-def is_not_sorted(params: Params, axis: int, rank: int) -> bool:
-    """Keeps the axes but that along which it sorts."""
-    del rank
-    return axis != params["dimension"]
+def is_not_removed(name: str) -> AxisRule:
+    """The results lack the axes that a parameter names."""
+
+    def rule(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+        del operand
+        removed = _axes(eqn.params[name])
+        return None if axis in removed else axis - sum(a < axis for a in removed)
+
+    return rule
 
 
-def is_not_among_dimensions(params: Params, axis: int, rank: int) -> bool:
-    """Keeps the axes that it neither removes nor reverses."""
-    del rank
-    return axis not in params["dimensions"]
+def _axes(named: int | Sequence[int]) -> Sequence[int]:
+    return named if isinstance(named, Sequence) else (named,)
 
 
-def is_not_padded(params: Params, axis: int, rank: int) -> bool:
-    """Keeps the axes that it does not pad."""
-    del rank
-    return params["padding_config"][axis] == (0, 0, 0)
+def after_stack(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+    """The rule of `stack`, which adds an axis."""
+    del operand
+    return axis + (axis >= eqn.params["axis"])
 
 
-def is_not_transformed(params: Params, axis: int, rank: int) -> bool:
-    """Keeps the axes before the transformed ones."""
-    return axis < rank - len(params["fft_lengths"])
+def after_pad(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+    """The rule of `pad`."""
+    del operand
+    return axis if eqn.params["padding_config"][axis] == (0, 0, 0) else None
 
 
-def is_before_matrices(params: Params, axis: int, rank: int) -> bool:
-    """Keeps the batch axes of matrices."""
-    del params
-    return axis < rank - 2
+def is_before_matrices(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+    """The batch axes of matrices stay."""
+    return axis if axis < len(shape_of(eqn.invars[operand])) - 2 else None
 
 
-def is_within_windows(params: Params, axis: int, rank: int) -> bool:
-    """Keeps the axes along which each window has one element."""
-    del rank
+def is_not_transformed(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+    """The axes before the transformed ones stay."""
+    num_before = len(shape_of(eqn.invars[operand])) - len(eqn.params["fft_lengths"])
+    return axis if axis < num_before else None
+
+
+def is_within_windows(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+    """The axes along which each window has one element stay."""
+    del operand
+    params = eqn.params
     dilation = params.get("base_dilation")
     is_dilated = dilation is not None and dilation[axis] != 1
     is_padded = params["padding"][axis] != (0, 0)
-    return params["window_dimensions"][axis] == 1 and not (is_dilated or is_padded)
+    is_alone = params["window_dimensions"][axis] == 1 and not (is_dilated or is_padded)
+    return axis if is_alone else None
 
 
-def rows_of_first(keeps: AxisRule) -> RowRule:
-    """Returns the rule of a primitive that reads rows of its first operand alone.
-
-    Args:
-        keeps: Whether it keeps an axis. The rank does not matter for the first one.
-    """
-
-    def read(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
-        first, *others = have_rows
-        is_kept = first and keeps(params, 0, 0)
-        return [True, *(False for _ in others)] if is_kept else None
-
-    return read
+def after_broadcast(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+    """The rule of `broadcast_in_dim`. Its other operands are lengths."""
+    return None if operand else eqn.params["broadcast_dimensions"][axis]
 
 
-def joins_rows(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
-    """The rule of `concatenate`."""
-    return have_rows if all(have_rows) and params["dimension"] != 0 else None
+def after_reshape(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+    """The rule of `reshape`: an axis that is one of the result stays apart."""
+    shape, result = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
+    if eqn.params["dimensions"] is not None:
+        return None
+    before = math.prod(shape[:axis])
+    same = (
+        place
+        for place, length in enumerate(result)
+        if length == shape[axis] and math.prod(result[:place]) == before
+    )
+    return next(same, None)
 
 
-def reshapes_rows(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
-    """The rule of `reshape`."""
-    return [True] if have_rows[0] and params["dimensions"] is None else None
-
-
-def transposes_rows(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
+def after_transpose(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
     """The rule of `transpose`."""
-    return [True] if have_rows[0] and params["permutation"][0] == 0 else None
+    del operand
+    return eqn.params["permutation"].index(axis)
 
 
-def broadcasts_rows(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
-    """The rule of `broadcast_in_dim`."""
-    first, *others = have_rows
-    return [params["broadcast_dimensions"][:1] == (0,) and first, *others]
+def after_product(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+    """The rule of `dot_general`: batch axes, then free ones, are axes of the result."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    if axis in contracted[operand]:
+        return None
+    if axis in batch[operand]:
+        return batch[operand].index(axis)
+    bound = (*contracted[operand], *batch[operand])
+    place = len(batch[0]) + axis - sum(a < axis for a in bound)
+    if operand == 0:
+        return place
+    return place + len(shape_of(eqn.invars[0])) - len(contracted[0]) - len(batch[0])
 
 
-def multiplies_rows(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
-    """The rule of `dot_general`."""
-    (contracted, _), (batch, of_second) = params["dimension_numbers"]
-    if have_rows[0] and not batch and 0 not in contracted:
-        return [True, False]
-    # One product for each row.
-    return [True, True] if batch[:1] == of_second[:1] == (0,) else None
-
-
-def convolves_rows(params: Params, have_rows: Sequence[bool]) -> Sequence[bool] | None:
-    """The rule of `conv_general_dilated`."""
-    numbers = params["dimension_numbers"]
-    keeps_images = numbers.lhs_spec[0] == numbers.out_spec[0] == 0
-    is_kept = keeps_images and params["batch_group_count"] == 1
-    return [True, False] if have_rows[0] and is_kept else None
+def after_convolution(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+    """The rule of `conv_general_dilated`: each image is convolved by itself."""
+    numbers = eqn.params["dimension_numbers"]
+    is_of_images = operand == 0 and axis == numbers.lhs_spec[0]
+    is_apart = is_of_images and eqn.params["batch_group_count"] == 1
+    return numbers.out_spec[0] if is_apart else None
 
 
 def sums_first_axis(params: Params) -> bool:

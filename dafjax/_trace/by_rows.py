@@ -16,6 +16,7 @@ import jax.extend.core as jex_core
 from jax import lax
 
 from dafjax._native import summing_rows
+from dafjax._trace.axis_rules import LENGTHS, shape_of
 from dafjax._trace.equation import Equation
 from dafjax._trace.rules import rule_of
 
@@ -44,7 +45,7 @@ def rows_summed(equation: Equation, num_rows: int) -> tuple[bool, ...] | None:
     sums = rule_of(eqn.primitive.name).sums_rows
     if sums is None or not sums(eqn.params):
         return None
-    if any(_shape(operand)[:1] != (num_rows,) for operand in eqn.invars):
+    if any(shape_of(operand)[:1] != (num_rows,) for operand in eqn.invars):
         return None
     return (True,) * len(equation.inputs)
 
@@ -73,11 +74,11 @@ def _made_of_rows(jaxpr: jex_core.Jaxpr, num_rows: int) -> set[Any] | None:
     whole: set[Any] = set()
     # A result can be an unchanged operand.
     made = {
-        v for v in jaxpr.outvars if v in jaxpr.invars and _shape(v)[:1] == (num_rows,)
+        v for v in jaxpr.outvars if v in jaxpr.invars and shape_of(v)[:1] == (num_rows,)
     }
     for eqn in jaxpr.eqns:
         operands = {v for v in eqn.invars if not isinstance(v, jex_core.Literal)}
-        have_rows = [_shape(result)[:1] == (num_rows,) for result in eqn.outvars]
+        have_rows = [shape_of(result)[:1] == (num_rows,) for result in eqn.outvars]
         if not any(have_rows):
             # A value that all rows read whole, such as a prepared statistic.
             if not operands.isdisjoint(made):
@@ -104,13 +105,19 @@ def _reads_rows(eqn: jex_core.JaxprEqn, num_rows: int) -> Sequence[bool] | None:
         if made is None or any(var not in made for var in body.outvars):
             return None
         return [var in made for var in body.invars]
-    have_rows = [_shape(operand)[:1] == (num_rows,) for operand in eqn.invars]
     rule = rule_of(eqn.primitive.name)
-    if rule.reads_rows is not None:
-        return rule.reads_rows(eqn.params, have_rows)
-    num_axes = len(_shape(eqn.outvars[0]))
-    aligned = all(len(_shape(operand)) in (0, num_axes) for operand in eqn.invars)
-    return have_rows if aligned and rule.is_elementwise else None
+    if not (rule.runs_in_chunks or rule.is_elementwise):
+        return None
+    read = []
+    for number, operand in enumerate(eqn.invars):
+        shape = shape_of(operand)
+        axes = [a for a in range(len(shape)) if rule.axis_after(eqn, number, a) == 0]
+        if axes and 0 not in axes:
+            # The rows of the result are no rows of the operand.
+            return None
+        read.append(0 in axes and shape[0] == num_rows)
+    # A broadcast makes rows of none.
+    return read if any(read) or eqn.primitive.name == "broadcast_in_dim" else None
 
 
 def _evaluate(
@@ -128,7 +135,7 @@ def _evaluate(
         elif eqn.primitive.name == "conv_general_dilated":
             results = [convolve_in_loop(read, params)]
         else:
-            for name in _SHAPES:
+            for name in LENGTHS:
                 if params.get(name, ())[:1] == (num_rows,):
                     params[name] = (num_there, *params[name][1:])
             eqn = summing_rows(eqn.replace(params=params), read)
@@ -137,10 +144,6 @@ def _evaluate(
                 results = [results]
         env.update(zip(eqn.outvars, results, strict=True))
     return [env[var] for var in jaxpr.outvars]
-
-
-# Parameters that begin with the number of rows.
-_SHAPES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 
 
 def convolve_in_loop(
@@ -187,7 +190,3 @@ def _body(eqn: jex_core.JaxprEqn) -> jex_core.Jaxpr | None:
         return None
     closed = eqn.params["jaxpr"]
     return None if closed.consts else closed.jaxpr
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))

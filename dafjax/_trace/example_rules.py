@@ -8,6 +8,7 @@ from typing import Any, final
 
 import jax.numpy as jnp
 
+from dafjax._trace.axis_rules import shape_of
 from dafjax._trace.equation import Constant, Equation
 
 
@@ -97,25 +98,25 @@ def status_of_rows(
     Raises:
         MixesError: An example depends on others.
     """
-    special = _SPECIAL.get(eqn.jax_primitive)
-    if special is not None:
-        return special(eqn, aval, axis, operands)
+    special = _SPECIAL.get(eqn.jax_primitive, _by_axes)
+    return special(eqn, aval, axis, operands)
+
+
+def _by_axes(
+    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
+) -> Status:
+    """Returns the status of a result that keeps the axes of its operands apart."""
     if axis is None:
         raise MixesError("it combines examples, and not by a sum, or leaves some out")
-    shapes = _shapes(eqn)
     if not eqn.rule.is_elementwise and eqn.jax_primitive not in _KEEP_PLACES:
         _check_no_places(operands)
-    for shape, status in zip(shapes, operands, strict=True):
+    if eqn.rule.axes is None and not eqn.rule.is_elementwise:
+        raise MixesError(UNKNOWN)
+    (written,) = eqn.jaxpr.eqns
+    for number, (shape, status) in enumerate(zip(_shapes(eqn), operands, strict=True)):
         if not status.has_rows:
             continue
-        if eqn.rule.is_elementwise:
-            # A scalar or an array of lower rank would have no axis of examples.
-            is_apart = status.axis == axis
-        elif eqn.rule.keeps_axis is None:
-            raise MixesError(UNKNOWN)
-        else:
-            is_apart = eqn.rule.keeps_axis(eqn.params, status.axis, len(shape))
-        if not is_apart:
+        if eqn.rule.axis_after(written, number, status.axis) != axis:
             raise MixesError(OTHERS)
         if shape[status.axis] != aval.shape[axis]:
             raise MixesError(SOME)
@@ -125,7 +126,7 @@ def status_of_rows(
 
 
 # They only move places, beside the functions of `_SPECIAL`.
-_KEEP_PLACES = ("name", "squeeze")
+_KEEP_PLACES = ("broadcast_in_dim", "name", "squeeze", "transpose")
 
 
 def _of_places(eqn: Equation, operands: Sequence[Status]) -> Status:
@@ -169,8 +170,7 @@ def common_inner(statuses: Iterable[Status]) -> int:
 
 
 def _shapes(eqn: Equation) -> list[tuple[int, ...]]:
-    avals: Iterable[Any] = (atom.aval for atom in eqn.jaxpr.eqns[0].invars)
-    return [tuple(getattr(aval, "shape", ())) for aval in avals]
+    return [shape_of(atom) for atom in eqn.jaxpr.eqns[0].invars]
 
 
 def _check_no_places(operands: Iterable[Status]) -> None:
@@ -181,13 +181,10 @@ def _check_no_places(operands: Iterable[Status]) -> None:
 def _sum(
     eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
 ) -> Status:
-    (status,) = operands
     if axis is None:
         _check_no_places(operands)
         return Status(Kind.SUM)
-    if status.axis in eqn.params["axes"]:
-        raise MixesError(OTHERS)
-    return _rows(axis, operands)
+    return _by_axes(eqn, aval, axis, operands)
 
 
 def _reshape(
@@ -223,33 +220,15 @@ def _update_slice(
     return _rows(axis, operands[:2])
 
 
-def _broadcast(
-    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
-) -> Status:
-    (status, *_) = operands
-    place = eqn.params["broadcast_dimensions"][status.axis]
-    if place != axis or _shapes(eqn)[0][status.axis] != aval.shape[place]:
-        raise MixesError(OTHERS)
-    return _rows(place, operands)
-
-
-def _transpose(
-    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
-) -> Status:
-    del aval, axis
-    place = eqn.params["permutation"].index(operands[0].axis)
-    return _rows(place, operands)
-
-
 def _concatenate(
     eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
 ) -> Status:
     along = eqn.params["dimension"]
-    if axis is None or along == axis or any(s.axis != axis for s in operands):
-        raise MixesError(OTHERS)
     kinds = [status.kind for status in operands]
     if Kind.PLACES not in kinds:
-        return _rows(axis, operands)
+        return _by_axes(eqn, aval, axis, operands)
+    if axis is None or along == axis or any(s.axis != axis for s in operands):
+        raise MixesError(OTHERS)
     lengths = [shape[along] for shape in _shapes(eqn)]
     if along != len(aval.shape) - 1 or set(lengths) != {1}:
         raise MixesError(PLACES)
@@ -262,49 +241,14 @@ def _concatenate(
 def _product(
     eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
 ) -> Status:
-    del aval
+    contracted, _ = eqn.params["dimension_numbers"]
+    axes = tuple(status.axis for status in operands)
+    have_rows = all(status.has_rows for status in operands)
+    if axis is not None or not have_rows or axes not in zip(*contracted, strict=True):
+        return _by_axes(eqn, aval, axis, operands)
     _check_no_places(operands)
-    contracted, batch = eqn.params["dimension_numbers"]
-    roles = [
-        _role(status.axis, *axes)
-        for status, *axes in zip(operands, contracted, batch, strict=True)
-        if status.has_rows
-    ]
-    is_pair = len(roles) == 2 and roles[0] == roles[1]
-    role, _ = roles[0]
-    if is_pair and role == "sum" and axis is None:
-        common_inner(operands)
-        return Status(Kind.SUM)
-    if axis is not None and ((is_pair and role == "batch") or roles == [("free", 0)]):
-        return _rows(axis, operands)
-    raise MixesError(OTHERS)
-
-
-def _role(
-    axis: int, contracted: Sequence[int], batch: Sequence[int]
-) -> tuple[str, int]:
-    """Returns what a product does with an axis of an operand, and the axis' number."""
-    for role, axes in (("sum", contracted), ("batch", batch)):
-        if axis in axes:
-            return role, axes.index(axis)
-    return "free", 0
-
-
-def _convolution(
-    eqn: Equation, aval: Any, axis: int | None, operands: Sequence[Status]
-) -> Status:
-    del aval
-    images, kernel = operands
-    numbers = eqn.params["dimension_numbers"]
-    if (
-        axis is None
-        or kernel.has_rows
-        or eqn.params["batch_group_count"] != 1
-        or (images.axis, axis) != (numbers.lhs_spec[0], numbers.out_spec[0])
-    ):
-        raise MixesError(OTHERS)
-    _check_no_places(operands)
-    return _rows(axis, operands)
+    common_inner(operands)
+    return Status(Kind.SUM)
 
 
 def _lookup(
@@ -388,9 +332,7 @@ class _Indexing:
 
 
 _SPECIAL: Mapping[str, Callable[..., Status]] = {
-    "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
-    "conv_general_dilated": _convolution,
     "dot_general": _product,
     "dynamic_update_slice": _update_slice,
     "gather": _lookup,
@@ -401,5 +343,4 @@ _SPECIAL: Mapping[str, Callable[..., Status]] = {
     "scatter-max": _update,
     "scatter-min": _update,
     "scatter-mul": _update,
-    "transpose": _transpose,
 }

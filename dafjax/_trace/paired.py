@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from dafjax._trace.axis_rules import IN_ORDER, LENGTHS
 from dafjax._trace.equation import Atom, Constant, Equation, renumber
 from dafjax._trace.example_rules import Kind, Status
 from dafjax._trace.graph import Graph
@@ -124,10 +125,7 @@ def _fit(eqn: Equation, other: Equation, status: Mapping[int, Status]) -> bool:
 
 
 def _reshapes(eqn: Equation) -> bool:
-    return eqn.jax_primitive in _RESHAPES and len(eqn.input_values) == 1
-
-
-_RESHAPES = ("broadcast_in_dim", "reshape", "squeeze")
+    return eqn.jax_primitive in IN_ORDER and len(eqn.input_values) == 1
 
 
 def differ(eqn: Equation | None, other: Equation | None) -> str:
@@ -156,10 +154,6 @@ def is_equal_atom(first: Atom, second: Atom) -> bool:
     if isinstance(first, Constant) and isinstance(second, Constant):
         return first.value is second.value or np.array_equal(first.value, second.value)
     return True
-
-
-# Parameters that hold lengths of axes.
-LENGTHS = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 
 
 def is_same_param(first: Any, second: Any) -> bool:

@@ -118,6 +118,11 @@ class Program:
     def _nbytes(self) -> tuple[int, ...]:
         return tuple(map(nbytes_of, self.avals))
 
+    @functools.cached_property
+    def producers(self) -> Mapping[int, Equation]:
+        """The equation of the forward pass that computes each value."""
+        return {value: eqn for eqn in self.forward for value in eqn.outputs}
+
     def is_large(self, value: int) -> bool:
         """Returns whether a value is so large that its lifetime matters."""
         return self.nbytes(value) > config.SMALL_NBYTES

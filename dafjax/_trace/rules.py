@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from jax.extend.core import JaxprEqn
+
 from dafjax import config
 from dafjax._trace import axis_rules
-from dafjax._trace.axis_rules import AxisRule, Params, RowRule, rows_of_first
+from dafjax._trace.axis_rules import AxisRule, Params
 
 
 class Cost(enum.Enum):
@@ -154,13 +156,10 @@ class OpRule:
         limit: The magnitude of an operand beyond which a result is constant, to the
             last bit of a float32.
         is_copied_before: Whether XLA copies the operands into another layout first.
-        keeps_axis: Whether elements at different places along an axis of the first
-            operand stay apart, so that an axis of examples stays one.
-        reads_rows: A rule for chunks of the batch. It takes the parameters, and for
-            each operand whether it has as many rows (indices of the first axis) as the
-            results. It returns for each operand whether row i of a result reads row i
-            alone; a result may read the others whole. It returns `None` if a result
-            reads more than that. Elementwise primitives need no such rule.
+        axes: Where an axis of an operand lies in the results (`axis_rules.py`); `None`
+            if that is not known. Elementwise primitives need no such rule.
+        runs_in_chunks: Whether it runs on chunks of rows as `axes` says. Elementwise
+            primitives do.
         sums_rows: Given its parameters, whether it sums over the rows of all operands.
     """
 
@@ -176,8 +175,8 @@ class OpRule:
     complex_error: Error | None = None
     limit: float = math.inf
     is_copied_before: bool = False
-    keeps_axis: AxisRule | None = None
-    reads_rows: RowRule | None = None
+    axes: AxisRule | None = None
+    runs_in_chunks: bool = False
     sums_rows: Callable[[Params], bool] | None = None
 
     @property
@@ -235,6 +234,12 @@ class OpRule:
         """Whether indices choose the result's elements from the first operand."""
         return Elements.LOOKED_UP in self.elements
 
+    def axis_after(self, eqn: JaxprEqn, operand: int, axis: int) -> int | None:
+        """Returns where an axis of an operand lies in the results (`axis_rules.py`)."""
+        if self.axes is not None:
+            return self.axes(eqn, operand, axis)
+        return axis if self.is_elementwise else None
+
     def error_of(self, *, is_complex: bool) -> Error:
         """Returns the effect of a small error, for complex or for real numbers."""
         complex_error = self.complex_error if is_complex else None
@@ -280,18 +285,16 @@ def is_much_smaller(num_elements: int, than: int) -> bool:
     return num_elements * config.STATISTIC_OF <= than
 
 
-def _in_chunks(keeps_axis: AxisRule) -> dict[str, Any]:
-    """Returns the columns of a primitive that runs on chunks of its first operand."""
-    return {"keeps_axis": keeps_axis, "reads_rows": rows_of_first(keeps_axis)}
+def _in_chunks(axes: AxisRule) -> dict[str, Any]:
+    return {"axes": axes, "runs_in_chunks": True}
 
 
-_REDUCED = _in_chunks(axis_rules.is_not_reduced)
-_ALONG = _in_chunks(axis_rules.is_not_along)
+_REDUCED = _in_chunks(axis_rules.is_not_removed("axes"))
+_ALONG = _in_chunks(axis_rules.is_not_along("axis"))
 _WINDOWS = _in_chunks(axis_rules.is_within_windows)
-_REMOVED = _in_chunks(axis_rules.is_not_among_dimensions)
-_SLICES = _in_chunks(axis_rules.always)
-_MATRICES = OpRule(keeps_axis=axis_rules.is_before_matrices)
-_ALL_AXES: dict[str, Any] = {"keeps_axis": axis_rules.always}
+_SLICES = _in_chunks(axis_rules.stays)
+_MATRICES = OpRule(axes=axis_rules.is_before_matrices)
+_ALL_AXES: dict[str, Any] = {"axes": axis_rules.stays}
 
 _CHEAP, _PRODUCT, _DRAW = Cost.CHEAP, Cost.PRODUCT, Cost.DRAW
 _ALL, _FIRST, _REST = Operands.ALL, Operands.FIRST, Operands.ALL_BUT_FIRST
@@ -430,46 +433,32 @@ OPS: Mapping[str, OpRule] = {
     "broadcast_in_dim": _row(
         _COPY,
         lowering=_FUSED | Lowering.BROADCAST,
-        reads_rows=axis_rules.broadcasts_rows,
+        **_in_chunks(axis_rules.after_broadcast),
     ),
-    "concatenate": _row(_JOIN, reads_rows=axis_rules.joins_rows),
+    "concatenate": _row(_JOIN, **_in_chunks(axis_rules.is_not_along("dimension"))),
     "device_put": _MOVE,
     "dynamic_slice": _row(_SLICE, lowering=_FUSED, **_SLICES),
     "dynamic_update_slice": _row(_JOIN, lowering=_FUSED | _IN_PLACE),
     "gather": _row(_MOVE, elements=Elements.LOOKED_UP, lowering=_FUSED),
     "iota": _row(_MOVE, lowering=_FUSED),
     "name": _row(_MOVE, elements=_MOVED | _PLACED, lowering=_IDENTITY, **_ALL_AXES),
-    "pad": _row(
-        _JOIN,
-        lowering=_ONCE,
-        **_in_chunks(axis_rules.is_not_padded),
-    ),
-    "reshape": _row(
-        _COPY,
-        lowering=_RESHAPE,
-        reads_rows=axis_rules.reshapes_rows,
-    ),
+    "pad": _row(_JOIN, lowering=_ONCE, **_in_chunks(axis_rules.after_pad)),
+    "reshape": _row(_COPY, lowering=_RESHAPE, **_in_chunks(axis_rules.after_reshape)),
     "rev": _row(
-        _COPY,
-        lowering=_FUSED,
-        **_REMOVED,
+        _COPY, lowering=_FUSED, **_in_chunks(axis_rules.is_not_along("dimensions"))
     ),
     "scatter": _row(_JOIN, lowering=_IN_PLACE),
     "slice": _row(_SLICE, lowering=_FUSED, **_SLICES),
     "split": _row(_SLICE, **_ALONG),
     "squeeze": _row(
-        _COPY,
-        lowering=_RESHAPE,
-        **_REMOVED,
+        _COPY, lowering=_RESHAPE, **_in_chunks(axis_rules.is_not_removed("dimensions"))
     ),
-    "stack": _row(_JOIN, **_ALL_AXES),
+    "stack": _row(_JOIN, axes=axis_rules.after_stack),
     "tile": _MOVE,
     "transpose": _row(
-        _COPY,
-        lowering=_TRANSPOSE,
-        reads_rows=axis_rules.transposes_rows,
+        _COPY, lowering=_TRANSPOSE, **_in_chunks(axis_rules.after_transpose)
     ),
-    "unstack": _row(_SLICE, keeps_axis=axis_rules.is_not_along),
+    "unstack": _row(_SLICE, axes=axis_rules.is_not_removed("axis")),
     # Which device holds an array. A gathered weight is gathered again in the backward
     # pass: never saved whole, never compressed.
     "all_gather": _PLACE,
@@ -514,7 +503,7 @@ OPS: Mapping[str, OpRule] = {
         _ALL,
         combines=_MULTIPLY,
         is_copied_before=True,
-        reads_rows=axis_rules.convolves_rows,
+        **_in_chunks(axis_rules.after_convolution),
         sums_rows=axis_rules.sums_convolutions,
     ),
     "dot_general": OpRule(
@@ -523,12 +512,16 @@ OPS: Mapping[str, OpRule] = {
         _ALL,
         combines=_MULTIPLY,
         lowering=Lowering.MATRIX_PRODUCT,
-        reads_rows=axis_rules.multiplies_rows,
+        **_in_chunks(axis_rules.after_product),
         sums_rows=axis_rules.sums_products,
     ),
     "ragged_dot_general": OpRule(_PRODUCT, Error.SMOOTH, _ALL, combines=_MULTIPLY),
     # A `dot_general` that sums nothing: XLA multiplies elements in a fused kernel.
-    "outer_product": OpRule(_CHEAP, Error.SMOOTH, _ALL, combines=_MULTIPLY),
+    "outer_product": OpRule(
+        *(_CHEAP, Error.SMOOTH, _ALL),
+        combines=_MULTIPLY,
+        **_in_chunks(axis_rules.after_product),
+    ),
     # Keys, small arrays that say which numbers are drawn, and drawing.
     "random_clone": _row(_INTEGERS, **_ALL_AXES),
     "random_fold_in": _row(_INTEGERS, **_ALL_AXES),
@@ -544,26 +537,26 @@ OPS: Mapping[str, OpRule] = {
     "threefry4x32": OpRule(_DRAW),
     # The gradient of max-pooling looks for the place of the maximum.
     "select_and_gather_add": OpRule(
-        error=Error.NEEDS_EXACT, keeps_axis=axis_rules.is_within_windows
+        error=Error.NEEDS_EXACT, axes=axis_rules.is_within_windows
     ),
     "select_and_scatter_add": OpRule(
-        error=Error.NEEDS_EXACT, keeps_axis=axis_rules.is_within_windows
+        error=Error.NEEDS_EXACT, axes=axis_rules.is_within_windows
     ),
-    "sort": OpRule(error=Error.NEEDS_EXACT, keeps_axis=axis_rules.is_not_sorted),
+    "sort": OpRule(error=Error.NEEDS_EXACT, axes=axis_rules.is_not_along("dimension")),
     # Matrices that divide: a code near 0 may decode to 0, and the rows of a factor can
     # differ by any scale.
     "custom_linear_solve": OpRule(error=Error.NEEDS_EXACT),
     "triangular_solve": _row(_MATRICES, error=Error.NEEDS_EXACT),
     "tridiagonal_solve": OpRule(error=Error.NEEDS_EXACT),
     "scatter-add": OpRule(linear_in=_ALL, elements=_JOINED, lowering=_IN_PLACE),
-    # Nothing is known of these but which axes they keep.
+    # Nothing is known of these but where their axes lie.
     "cholesky": _MATRICES,
     "eigh": _MATRICES,
-    "fft": OpRule(keeps_axis=axis_rules.is_not_transformed),
+    "fft": OpRule(axes=axis_rules.is_not_transformed),
     "lu": _MATRICES,
     "qr": _MATRICES,
     "svd": _MATRICES,
-    "top_k": OpRule(keeps_axis=axis_rules.is_not_along),
+    "top_k": OpRule(axes=axis_rules.is_not_along("axis")),
     # Nothing but the lowering is known of these.
     "optimization_barrier": OpRule(lowering=_IDENTITY),
     "reduce_xor": OpRule(lowering=Lowering.REDUCTION),
