@@ -70,6 +70,22 @@ def in_loop(q, k, v):
     return y.swapaxes(0, 1)
 
 
+def decaying(q, k, v):
+    """The sums of RWKV, whose terms alone have a factor in common."""
+    sharp = jnp.exp(k - 2)
+
+    def step(carry, operands):
+        above, below = carry
+        weight, v = operands
+        y = (above + 2 * weight * v) / (below + 2 * weight)
+        return (0.9 * above + weight * v, 0.9 * below + weight), y
+
+    zeros = jnp.zeros((BATCH, HEADS, WIDTH))
+    operands = sharp.swapaxes(0, 1), v.swapaxes(0, 1)
+    _, y = jax.lax.scan(step, (zeros, zeros), operands)
+    return jax.nn.sigmoid(q) * y.swapaxes(0, 1)
+
+
 def of_both_signs(q, k, v):
     states = jnp.einsum("bthd,bthe->bthde", k, v).cumsum(1)
     total = jnp.abs(jnp.einsum("bthd,bthd->bth", q, k.cumsum(1)))
@@ -124,13 +140,13 @@ def worst_noise(attention, bits, without=()):
 
 @pytest.mark.parametrize(
     "attention",
-    [causal, whole, by_key, in_loop],
+    [causal, whole, by_key, in_loop, decaying],
     ids=lambda f: f.__name__,
 )
 def test_noise_of_weighted_means_is_as_low_as_elsewhere(attention):
     for bits, most in ((8, 0.05), (2, 1.2)):
         noise = worst_noise(attention, bits)
-        if attention is by_key:
+        if attention in (by_key, decaying):
             # The gradient is 0: a factor of all weights has no effect.
             del noise["k_bias"]
         assert max(noise.values()) < most
@@ -197,8 +213,16 @@ def masked(q, k, v):
     return q + jnp.sum(v * mask, 1, keepdims=True) / jnp.sum(mask, 1, keepdims=True)
 
 
+def layers(q, k, v):
+    """A quotient of two layers that read the same values."""
+    weights = jnp.eye(WIDTH)
+    return jnp.dot(jnp.sin(v), weights + q[0, 0, 0]) / (
+        3 + jnp.dot(jnp.sin(v), weights + k[0, 0, 0])
+    )
+
+
 @pytest.mark.parametrize(
-    "function", [softmax, normalized, shares, masked], ids=lambda f: f.__name__
+    "function", [softmax, normalized, shares, masked, layers], ids=lambda f: f.__name__
 )
 def test_other_quotients_stay(function):
     program = program_of(function)

@@ -24,7 +24,6 @@ becomes 0.06; 2 bits: 20 becomes 0.8.)
 """
 
 import dataclasses
-import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import final
 
@@ -129,9 +128,9 @@ def note_means(program: Program) -> Program:
     in common with its denominator follow from codes. So does a copy of the denominator,
     which scales the numerator. The denominator itself stays exact.
 
-    If weights may cancel, a sum from codes may say little of the exact one. Then the
-    numerator gets the bits of amplified values, and so do sums that come from earlier
-    iterations of a loop.
+    If weights may be negative, a sum from codes may say little of the exact one. Or a
+    sum goes on from an earlier iteration of a loop, and has codes of its own. Then all
+    that the two sums have as terms or factors gets the bits of amplified values.
     """
     residuals = set(program.residuals())
     # The backward pass reads a numerator for the gradient of the denominator.
@@ -139,19 +138,28 @@ def note_means(program: Program) -> Program:
     if not quotients:
         return program
     factors = _factors(program)
+    terms = _factors(program, of_terms=True)
     rewriter = _Rewriter(program)
     for quotient in quotients:
         numerator, denominator = quotient.numerator, quotient.path[-1]
-        above, below = factors[numerator], factors[denominator]
-        if numerator in below or denominator in above:
+        above, below = terms[numerator], terms[denominator]
+        if numerator in below or denominator in above or above.isdisjoint(below):
             continue
-        common = above & below
-        farther = (factors[value] - {value} for value in common)
-        nearest = common.difference(*farther)
-        between = {v for v in above ^ below if not nearest.isdisjoint(factors[v])}
-        if between:
-            rewriter.note(quotient, between, others=above ^ below)
+        between = _between(factors, numerator, denominator)
+        if not between or not rewriter.scale(quotient, between):
+            rewriter.amplified |= above | below
     return rewriter.program()
+
+
+def _between(
+    factors: Mapping[int, frozenset[int]], numerator: int, denominator: int
+) -> set[int]:
+    """Returns the values between two values and the factors that they share."""
+    above, below = factors[numerator], factors[denominator]
+    common = above & below
+    farther = (factors[value] - {value} for value in common)
+    nearest = common.difference(*farther)
+    return {v for v in above ^ below if not nearest.isdisjoint(factors[v])}
 
 
 @final
@@ -172,7 +180,11 @@ class _Quotient:
 
 @final
 class _Rewriter:
-    """Adds copies of denominators, and recipes for numerators."""
+    """Adds copies of denominators, and recipes for numerators.
+
+    Attributes:
+        amplified: As in `Program`.
+    """
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -181,32 +193,30 @@ class _Rewriter:
         self._avals = list(program.avals)
         self._recipes = dict(program.recipes)
         self._from_codes: set[int] = set()
-        self._amplified: set[int] = set()
+        self.amplified: frozenset[int] = frozenset()
         # The copies, by value and by the equation that they copy.
         self._copies: dict[int, int] = {}
         self._copied: dict[Equation, list[Equation]] = {}
 
-    def note(
-        self, quotient: _Quotient, between: Container[int], others: Iterable[int]
-    ) -> None:
-        """Notes a weighted mean.
+    def scale(self, quotient: _Quotient, between: Iterable[int]) -> bool:
+        """Scales a numerator by its denominator over a copy of codes.
 
         Args:
-            quotient: The mean.
+            quotient: The weighted mean.
             between: The values between its two parts and their common factors.
-            others: These, and the other values that only one of the two is proportional
-                to.
+
+        Returns:
+            Whether that is possible: the denominator must be a sum of numbers that are
+            not negative.
         """
+        between = set(between)
         moved = self._moved(quotient.path[-1], between)
         sums = (v for v in moved if not self._moves(self._makers[v]))
-        if all(self._least.get(value, -math.inf) >= 0 for value in sums):
-            self._from_codes.update(v for v in others if v in between)
-            self._from_codes -= moved
-            self._scale(quotient, moved.union(quotient.path))
-            return
-        self._amplified.add(quotient.numerator)
-        makers = ((v, self._makers.get(v)) for v in others)
-        self._amplified.update(v for v, eqn in makers if eqn and eqn.rule.adds)
+        if any(self._least.get(value, -1) < 0 for value in sums):
+            return False
+        self._from_codes |= between - moved
+        self._scale(quotient, moved.union(quotient.path))
+        return True
 
     def program(self) -> Program:
         """Returns the rewritten program."""
@@ -221,7 +231,7 @@ class _Rewriter:
             forward=tuple(forward),
             recipes=self._recipes,
             from_codes=frozenset(self._from_codes),
-            amplified=frozenset(self._amplified),
+            amplified=self.amplified,
         )
 
     def _moves(self, eqn: Equation) -> bool:
@@ -313,10 +323,15 @@ def _inverted(atom: Atom, makers: Mapping[int, Equation]) -> tuple[int, ...]:
     return ()
 
 
-def _factors(program: Program) -> dict[int, frozenset[int]]:
+def _factors(program: Program, *, of_terms: bool = False) -> dict[int, frozenset[int]]:
     """Returns for each value the values that it is proportional to, itself included.
 
-    A product is proportional to each of its factors. Numbers do not count.
+    A product is proportional to each of its factors. Numbers do not count, and what a
+    layer reads does not: each layer has its own weights.
+
+    Args:
+        program: The program.
+        of_terms: Whether it is enough that some terms of a sum are.
     """
     is_real = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in program.avals]
     factors = {
@@ -324,8 +339,12 @@ def _factors(program: Program) -> dict[int, frozenset[int]]:
         for value in range(program.num_arguments)
         if is_real[value]
     }
+    given = set(factors)
     for eqn in program.forward:
         rule, atoms = eqn.rule, eqn.operand_atoms
+        if rule.is_cheap and given.issuperset(eqn.input_values):
+            given.update(eqn.outputs)
+        is_layer = eqn.makes_channels and len(given.intersection(eqn.input_values)) == 1
         linear = (
             range(len(atoms)) if rule.degree == 1 else rule.linear_in.of(len(atoms))
         )
@@ -338,7 +357,9 @@ def _factors(program: Program) -> dict[int, frozenset[int]]:
             # A number in all places.
             continue
         joined = frozenset[int]()
-        if rule.combines is Combines.MULTIPLY:
+        if is_layer:
+            pass
+        elif rule.combines is Combines.MULTIPLY or (of_terms and rule.adds):
             joined = joined.union(*found)
         elif found:
             joined = found[0].intersection(*found[1:])
