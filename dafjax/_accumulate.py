@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from dafjax._batched import Arguments, find_examples, is_key, name_of_function
+from dafjax._call import Arguments, find_examples, is_key, name_of_function
 from dafjax._contexts import Transform, current_choice, listing_wraps
 from dafjax._microbatches import Microbatches
 from dafjax._numbers import Array, as_count

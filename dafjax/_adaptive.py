@@ -17,7 +17,7 @@ from dafjax.allocation import (
     first_bits,
     nbytes,
 )
-from dafjax.stores._codecs import SiteFacts
+from dafjax.stores._arrays import SiteFacts
 
 
 def as_planned(name: str) -> BitsInForce:

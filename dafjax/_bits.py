@@ -13,6 +13,8 @@ from dafjax._numbers import as_real, parse_nbytes, shown
 
 
 CHOICES = (1, 2, 3, 4, 8)
+# The bit widths that can be allocated: their codes are prefixes of each other.
+LADDER = (1, 2, 4, 8)
 
 # Twice as many, or the next larger choice; at most 8.
 TWICE = {1: 2, 2: 4, 3: 8, 4: 8, 8: 8}

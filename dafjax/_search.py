@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import Any, TypeAlias, final
 
-from dafjax._batched import find_examples, name_of_function
+from dafjax._call import find_examples, name_of_function
 from dafjax._contexts import Choice, Mode, choosing
 from dafjax._numbers import align, readable
 from dafjax._step_memory import (

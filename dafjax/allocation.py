@@ -30,12 +30,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
-from dafjax._bits import AverageBits, Budget, NoiseCeiling, Target
+from dafjax._bits import (
+    LADDER as LADDER,
+    AverageBits,
+    Budget,
+    NoiseCeiling,
+    Target,
+)
 from dafjax._numbers import as_count, as_real, readable
-
-
-# The bit widths whose codes are prefixes of each other.
-LADDER = (1, 2, 4, 8)
 
 
 @final

@@ -96,22 +96,6 @@ def remat_compress(
         >>> gradient(block, jnp.ones((128, 64))).dense.kernel.shape
         (64, 64)
     """
-    if f is None:
-        return functools.partial(
-            remat_compress,
-            policy=policy,
-            bits=bits,
-            store=store,
-            static_argnums=static_argnums,
-            activation_argnums=activation_argnums,
-            rematerialize=rematerialize,
-            max_parts=max_parts,
-            without_passes=without_passes,
-            seed=seed,
-            prevent_cse=prevent_cse,
-            graph=graph,
-            graph_updates=graph_updates,
-        )
     compress = functools.partial(
         _remat_compress.remat_compress,
         policy=policy,
@@ -124,6 +108,14 @@ def remat_compress(
         seed=seed,
         prevent_cse=prevent_cse,
     )
+    if f is None:
+        return functools.partial(
+            remat_compress,
+            activation_argnums=activation_argnums,
+            graph=graph,
+            graph_updates=graph_updates,
+            **compress.keywords,
+        )
     # Check the options now, not in the first call.
     compress(f)
     if activation_argnums is not None:

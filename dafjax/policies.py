@@ -73,7 +73,8 @@ class Residual:
         source_elements: Total number of elements of these values.
         amplified: Whether recomputing its operands takes an exponential, or a similar
             function, of values in codes.
-        divides: Whether it divides by a value recomputed from codes, which may be 0.
+        divides: Whether it divides by a value recomputed from codes, which may be 0, or
+            reads a sum of a weighted mean that is recomputed from codes.
         contracted: Number of products that are summed for one element; 0 unless a
             matrix product makes it.
         multiplied: Whether recomputing its operands takes a matrix product.

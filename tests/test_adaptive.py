@@ -17,7 +17,7 @@ import dafjax
 import dafjax.linen
 import dafjax.nnx
 from dafjax import _jit, allocation
-from dafjax._native import _cpu, _ledger, ledger_note, pool_hash
+from dafjax._native import _cpu, _pool, ledger_note, pool_hash
 from dafjax.allocation import LADDER, Demand, Measured, better_bits, first_bits
 from dafjax.stores import Arrays, Host, PagePool
 from tests.helpers import persistent_cache, run_python
@@ -570,7 +570,7 @@ class TestMeasures:
         assert sorted(step.bits.values()) == [1, 4]
 
     # The second one is for GPUs: a callback on the host.
-    @pytest.mark.parametrize("call", [ledger_note, _ledger._note_by_callback])
+    @pytest.mark.parametrize("call", [ledger_note, _pool._note_by_callback])
     def test_a_ledger_refuses_numbers_that_are_no_importance(self, call):
         ledger = _cpu.Ledger("a ledger for a test", [1, 2])
         note = jax.jit(

@@ -19,7 +19,7 @@ from dafjax._schedule.steps import Rows, Unpacking
 from dafjax._schedule.values import Values, codecs_in, parts_apart
 from dafjax.codecs import Affine
 from dafjax.policies import CompressExpensive, CompressNames
-from dafjax.stores import Arrays, _codecs
+from dafjax.stores import Arrays, _page_pool
 from tests import networks
 from tests.helpers import prepared, relative_error, scheduled
 
@@ -344,7 +344,7 @@ class TestWhereItRuns:
         self, num_images, max_parts, num_parts, key, as_on_gpu, monkeypatch
     ):
         """The pool stores eight chunks, which four or two can read, but not five."""
-        monkeypatch.setattr(_codecs, "_NUM_ELEMENTS_OF_PAGE", 1)
+        monkeypatch.setattr(_page_pool, "_NUM_ELEMENTS_OF_PAGE", 1)
         # Without a pool, arrays that GPUs may share have one chunk.
         monkeypatch.setattr(chunking, "_gpus_may_share", lambda: True)
         params, _ = example(key)

@@ -26,7 +26,7 @@ from dafjax._trace.equation import Equation, call_equation
 from dafjax._trace.residuals import differentiate
 from dafjax.codecs import Affine, Bitmask
 from dafjax.policies import CompressExpensive, CompressNames
-from dafjax.stores import _codecs
+from dafjax.stores import _page_pool
 from tests import networks
 from tests.helpers import like, prepared, relative_error, scheduled
 
@@ -598,7 +598,7 @@ class TestInAPagePool:
 
     @pytest.fixture(autouse=True)
     def small_entries(self, monkeypatch, stochastic):
-        monkeypatch.setattr(_codecs, "_NUM_ELEMENTS_OF_PAGE", 1)
+        monkeypatch.setattr(_page_pool, "_NUM_ELEMENTS_OF_PAGE", 1)
 
     @staticmethod
     def example(key):

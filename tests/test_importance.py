@@ -15,13 +15,23 @@ from benchmarks.importance import Gradient
 from benchmarks.transformers import Shape
 from dafjax._sampling import _distance, num_rows, sample_elements
 from dafjax._sensitivity.importance import Sensitivities
-from dafjax._sensitivity.moments import Moments, Signals, sample_moments
+from dafjax._sensitivity.moments import (
+    Moments,
+    Signals,
+    moments_of_rows,
+    sample_rows,
+)
 from dafjax._trace.equation import Equation
 from dafjax.codecs import Affine
 from tests.helpers import slow, temp_nbytes
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def sample_moments(x: jax.Array) -> Moments:
+    """Returns the moments of a value, estimated from a sample."""
+    return Moments(*(xs[0] for xs in moments_of_rows([[sample_rows(x)]])))
 
 
 @pytest.mark.parametrize("model", [slow("resnet18"), "gpt2"])

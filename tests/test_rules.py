@@ -8,6 +8,7 @@ import re
 import jax
 import jax._src.lax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import Primitive
 
@@ -124,3 +125,59 @@ def test_an_unknown_primitive_is_expensive_and_jumps():
 )
 def test_operands_by_number(operands, numbers):
     assert list(operands.of(3)) == numbers
+
+
+_ONES = np.ones((4, 3, 5), np.float32)
+# Functions of `[4, 3, 5]`, and where the axes that stay lie in the result.
+_AXES = {
+    "broadcast_in_dim": (
+        lambda x: jax.lax.broadcast_in_dim(x, (4, 2, 3, 5), (0, 2, 3)),
+        {0: 0, 1: 2, 2: 3},
+    ),
+    "concatenate": (lambda x: jax.lax.concatenate([x, x], 1), {0: 0, 2: 2}),
+    "conv_general_dilated": (
+        lambda x: jax.lax.conv(x, jnp.ones((2, 3, 2)), (1,), "SAME"),
+        {0: 0},
+    ),
+    "cumsum": (lambda x: jax.lax.cumsum(x, 1), {0: 0, 2: 2}),
+    "dot_general": (
+        lambda x: jax.lax.dot_general(x, _ONES, (((1,), (1,)), ((0,), (0,)))),
+        {0: 0, 2: 1},
+    ),
+    "fft": (jnp.fft.rfft, {0: 0, 1: 1}),
+    "mul": (lambda x: x * x, {0: 0, 1: 1, 2: 2}),
+    "pad": (
+        lambda x: jax.lax.pad(x, 0.0, [(0, 0, 0), (1, -1, 0), (0, 0, 0)]),
+        {0: 0, 2: 2},
+    ),
+    "reduce_max": (lambda x: jax.lax.reduce_max(x, (1,)), {0: 0, 2: 1}),
+    "reduce_window_sum": (
+        lambda x: jax.lax.reduce_window(
+            x, 0.0, jax.lax.add, (1, 3, 1), (1, 1, 1), "SAME"
+        ),
+        {0: 0, 2: 2},
+    ),
+    "reshape": (lambda x: x.reshape(2, 2, 3, 5), {1: 2, 2: 3}),
+    "rev": (lambda x: jax.lax.rev(x, (2,)), {0: 0, 1: 1}),
+    "sort": (lambda x: jax.lax.sort(x, dimension=1), {0: 0, 2: 2}),
+    "split": (lambda x: jax.lax.split(x, (1, 2), 1), {0: 0, 2: 2}),
+    "transpose": (lambda x: x.transpose(2, 0, 1), {0: 1, 1: 2, 2: 0}),
+}
+
+
+@pytest.mark.parametrize("name", _AXES)
+def test_an_axis_lies_where_the_table_says(name, key):
+    function, places = _AXES[name]
+    x = jax.random.normal(key, _ONES.shape)
+    *_, eqn = flatten(jax.make_jaxpr(function)(x)).equations
+    assert eqn.primitive == name
+    (written,) = eqn.jaxpr.eqns
+    found = {axis: eqn.rule.axis_after(written, 0, axis) for axis in range(x.ndim)}
+    assert {axis: place for axis, place in found.items() if place is not None} == places
+    for axis, place in places.items():
+        moved = x.at[(slice(None),) * axis + (1,)].add(1.0)
+        for result, other in zip(
+            *map(jax.tree.leaves, (function(x), function(moved))), strict=True
+        ):
+            differs = jnp.moveaxis(result != other, place, 0)
+            assert not differs[jnp.arange(len(differs)) != 1].any()

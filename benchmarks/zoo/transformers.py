@@ -36,6 +36,22 @@ class Attention(nn.Module):
         return nn.DenseGeneral(x.shape[-1], (-2, -1), use_bias=False, name="o")(y)
 
 
+class LinearAttention(nn.Module):
+    """Causal attention without a softmax (Katharopoulos et al., 2020)."""
+
+    num_heads: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        width = x.shape[-1] // self.num_heads
+        q, k, v = (nn.DenseGeneral((self.num_heads, width), name=n)(x) for n in "qkv")
+        q, k = nn.elu(q) + 1, nn.elu(k) + 1
+        states = jnp.cumsum(jnp.einsum("bthd,bthe->bthde", k, v), 1)
+        total = jnp.einsum("bthd,bthd->bth", q, jnp.cumsum(k, 1))
+        y = jnp.einsum("bthd,bthde->bthe", q, states) / (total[..., None] + 1e-6)
+        return nn.DenseGeneral(x.shape[-1], (-2, -1), name="o")(y)
+
+
 class Transformer(nn.Module):
     """Blocks of attention and an MLP, with norms before both."""
 
@@ -45,6 +61,7 @@ class Transformer(nn.Module):
     is_causal: bool = False
     norm: Any = nn.LayerNorm
     is_gated: bool = False
+    is_linear: bool = False
     remat: bool = False
 
     @nn.compact
@@ -55,7 +72,10 @@ class Transformer(nn.Module):
 
     def _block(self, x: jax.Array) -> jax.Array:
         width = x.shape[-1]
-        attention = Attention(self.num_heads, self.normalizes, self.is_causal)
+        if self.is_linear:
+            attention = LinearAttention(self.num_heads)
+        else:
+            attention = Attention(self.num_heads, self.normalizes, self.is_causal)
         x = x + attention(self.norm()(x))
         y = self.norm()(x)
         if self.is_gated:
@@ -156,6 +176,7 @@ NETWORKS: Networks = {
     "gpt": lambda: _language(128),
     "qk_norm": lambda: _language(128, normalizes=True),
     "llama": lambda: _language(96, norm=nn.RMSNorm, is_gated=True, normalizes=True),
+    "linear_attention": lambda: _language(64, is_linear=True),
     "moe": lambda: language_model(MoE(), 64),
     "rms_norm_512": lambda: _norms(nn.RMSNorm, 512),
     "rms_norm_48": lambda: _norms(nn.RMSNorm, 48),

@@ -10,10 +10,14 @@ from dafjax._native._barriers import (
 )
 from dafjax._native._codes import (
     pack_affine as pack_affine,
+    pack_affine_and_sum as pack_affine_and_sum,
     pack_affine_salted as pack_affine_salted,
     pack_bitmask as pack_bitmask,
+    pack_bitmask_fused as pack_bitmask_fused,
     unpack_affine as unpack_affine,
+    unpack_affine_fused as unpack_affine_fused,
     unpack_bitmask as unpack_bitmask,
+    unpack_bitmask_fused as unpack_bitmask_fused,
 )
 from dafjax._native._cuda import (
     CudaDevice as CudaDevice,
@@ -25,25 +29,17 @@ from dafjax._native._cuda import (
     processor as processor,
 )
 from dafjax._native._format import Format as Format
-from dafjax._native._fused import (
-    pack_affine_and_sum as pack_affine_and_sum,
-    pack_bitmask_fused as pack_bitmask_fused,
-    unpack_affine_fused as unpack_affine_fused,
-    unpack_bitmask_fused as unpack_bitmask_fused,
-)
-from dafjax._native._ledger import (
-    LEDGER_NOTE as LEDGER_NOTE,
-    ledger_note as ledger_note,
-    make_ledger as make_ledger,
-)
 from dafjax._native._library import (
     LibraryError as LibraryError,
     LibraryStatus as LibraryStatus,
     library_status as library_status,
 )
 from dafjax._native._pool import (
+    LEDGER_NOTE as LEDGER_NOTE,
     PoolExhausted as PoolExhausted,
     StaleHandle as StaleHandle,
+    ledger_note as ledger_note,
+    make_ledger as make_ledger,
     make_pool as make_pool,
     pool_get as pool_get,
     pool_hash as pool_hash,

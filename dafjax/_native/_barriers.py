@@ -113,7 +113,7 @@ def _tie(
 
 
 def _tie_divided(*arrays: Array, num_settled: int, **_: Static) -> tuple[Array, ...]:
-    # For divided arrays nothing is decoded inside its consumer's kernel (`_fused.py`).
+    # For divided arrays nothing is decoded inside its consumer's kernel (`_codes.py`).
     num_tied = len(arrays) - num_settled
     return (*lax.optimization_barrier(arrays[:num_tied]), *arrays[num_tied:])
 

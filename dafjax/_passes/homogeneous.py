@@ -16,8 +16,8 @@ import jax.core
 import jax.numpy as jnp
 
 from dafjax._trace.axis_rules import shape_of
-from dafjax._trace.equation import Atom, Constant, Equation
-from dafjax._trace.graph import Graph, flatten
+from dafjax._trace.equation import Atom, Equation
+from dafjax._trace.graph import Graph, find_numbers, flatten, number_of
 from dafjax._trace.residuals import trace_like
 from dafjax._trace.rules import Combines, Operands, is_much_smaller
 
@@ -94,7 +94,7 @@ class _Facts:
     Attributes:
         graph: The program.
         readers: For each value, the places of the equations that read it.
-        fillings: The values that are one number, everywhere.
+        numbers: The values that are one number, everywhere.
         moved: The values that are an argument with one number for each channel.
         multiplied: Such arguments that multiply something.
     """
@@ -102,7 +102,7 @@ class _Facts:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.readers: dict[int, list[int]] = collections.defaultdict(list)
-        self.fillings: dict[int, Any] = {}
+        self.numbers = find_numbers(graph.equations)
         self.moved: dict[int, _Argument] = {}
         multiplied: dict[int, None] = {}
         for value in range(graph.num_inputs):
@@ -112,8 +112,6 @@ class _Facts:
         for place, eqn in enumerate(graph.equations):
             for value in eqn.input_values:
                 self.readers[value].append(place)
-            if eqn.filling is not None:
-                self.fillings.update(dict.fromkeys(eqn.outputs, eqn.filling))
             sources = [self.moved[v] for v in eqn.input_values if v in self.moved]
             if eqn.rule.keeps_values and len(sources) == len(eqn.input_values) == 1:
                 (source,) = sources
@@ -128,9 +126,8 @@ class _Facts:
 
     def number(self, atom: Atom) -> Any:
         """Returns the real number that a value is everywhere, or `None`."""
-        value = atom.value if isinstance(atom, Constant) else self.fillings.get(atom)
-        is_number = value is not None and jnp.ndim(value) == 0
-        return value if is_number and jnp.isrealobj(value) else None
+        number = number_of(atom, self.numbers)
+        return None if jnp.iscomplexobj(number) else number
 
     def argument(self, atom: Atom) -> "_Argument | None":
         """Returns the argument that a value is, if it is one."""
@@ -314,28 +311,17 @@ class _Walk:
         return first
 
 
-# The degree of a result, where it is not that of the operands.
-_POWERS = {"cbrt": 1 / 3, "rsqrt": -0.5, "sqrt": 0.5, "square": 2}
-# Homogeneous, but not linear.
-_OF_DEGREE_1 = frozenset(
-    [
-        *("abs", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min"),
-        *("reduce_window_max", "reduce_window_min", "select_n"),
-    ]
-)
-
-
 def _power(eqn: Equation) -> float | None:
     """Returns the degree of results whose operands have degree 1; `None`: of none."""
     name, rule = eqn.primitive, eqn.rule
     if name == "integer_pow":
         return eqn.params["y"]
     is_linear = rule.linear_in is Operands.ALL and rule.combines is Combines.OTHER
-    if name in _OF_DEGREE_1 or (is_linear and name != "stop_gradient"):
+    if is_linear and name != "stop_gradient":
         return 1
     if name == "custom_jvp_call" and _is_relu(eqn):
         return 1
-    return _POWERS.get(name)
+    return rule.degree
 
 
 def _is_relu(eqn: Equation) -> bool:

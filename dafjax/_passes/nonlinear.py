@@ -1,4 +1,4 @@
-"""Passes about nonlinear functions: ReLU, exp, tanh, sine, softmax.
+"""Passes about nonlinear functions: ReLU, exp, tanh, sine.
 
 Recomputes ReLUs from their exact masks.
 
@@ -31,50 +31,39 @@ at 2 bits: a bias of 0.71 of the gradient's norm.) Only the phase matters: the a
 less whole periods. The forward pass stores the phase. Its range is at most one period,
 so a quantization step is a small part of a period. The sine and the cosine of an
 argument are both recomputed from the same phase.
-
-Recomputes a softmax denominator from its dequantized numerators.
-
-A softmax is `exp(x) / sum(exp(x))`. If its backward pass reads the exponentials from
-codes, or recomputes them from codes of `x`, but reads the exact sum, the shares of a
-row do not add up to 1. The part that all cotangents of the row have in common cancels
-in exact arithmetic; here it is multiplied by the difference from 1. If the sum is taken
-over these exponentials, the shares add up to 1. (Fine-tuned RoBERTa, 2 bits: this
-halves the noise that the exponentials bring into the cotangents of queries. One layer
-of attention on inputs with a mean of 3, 8 bits: 0.79 of the gradient's norm becomes
-0.02.) And the exact sum need not be stored.
 """
 
 import collections
 import dataclasses
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dafjax import config
 from dafjax._trace.equation import Atom, Constant, Equation, call_equation, values_of
-from dafjax._trace.graph import live_equations
+from dafjax._trace.graph import find_numbers, number_of
 from dafjax._trace.residuals import Program, Recipe
 
 
 def note_relu_masks(program: Program) -> Program:
     """Returns the program with a recipe for each `max(x, 0)` whose mask it computes."""
-    zeros = _find_zeros(program)
+    numbers = find_numbers(program.forward)
     masks = {
         x: eqn.outputs[0]
         for eqn in program.forward
         for x in (
-            _other_than_zero(eqn, "gt", zeros, places=(1,)),
-            _other_than_zero(eqn, "lt", zeros, places=(0,)),
+            _other_than_zero(eqn, "gt", numbers, places=(1,)),
+            _other_than_zero(eqn, "lt", numbers, places=(0,)),
         )
         if x is not None
     }
     recipes = dict(program.recipes)
     for eqn in program.forward:
-        x = _other_than_zero(eqn, "max", zeros, places=(0, 1))
+        x = _other_than_zero(eqn, "max", numbers, places=(0, 1))
         if x is not None and x in masks:
             inputs = masks[x], x
             operands = [program.avals[value] for value in inputs]
@@ -134,26 +123,8 @@ def with_masks_of_results(
     return dataclasses.replace(program, forward=tuple(forward)), of_results
 
 
-def _find_zeros(program: Program) -> frozenset[int]:
-    """Returns the values whose elements are all 0, because they come from a literal."""
-    zeros: set[int] = set()
-    for eqn in program.forward:
-        if eqn.rule.keeps_values and all(
-            _is_zero(atom, zeros) for atom in eqn.operand_atoms
-        ):
-            zeros.update(eqn.outputs)
-    return frozenset(zeros)
-
-
-def _is_zero(atom: Atom, zeros: Container[int]) -> bool:
-    if isinstance(atom, Constant):
-        is_number = jnp.issubdtype(jnp.result_type(atom.value), np.number)
-        return is_number and np.ndim(atom.value) == 0 and bool(atom.value == 0)
-    return atom in zeros
-
-
 def _other_than_zero(
-    eqn: Equation, primitive: str, zeros: Container[int], places: tuple[int, ...]
+    eqn: Equation, primitive: str, numbers: Mapping[int, Any], places: tuple[int, ...]
 ) -> int | None:
     """Returns an equation's other operand, if the operand at one of `places` is 0."""
     if eqn.primitive != primitive:
@@ -161,7 +132,7 @@ def _other_than_zero(
     atoms = eqn.operand_atoms
     for place in places:
         other = atoms[1 - place]
-        if _is_zero(atoms[place], zeros) and isinstance(other, int):
+        if number_of(atoms[place], numbers) == 0 and isinstance(other, int):
             return other
     return None
 
@@ -354,87 +325,3 @@ def _argument_of_sine(
     (operand,) = eqn.input_values or (None,)
     has_phase = operand is not None and avals[operand].dtype.name in _DTYPES
     return operand if has_phase else None
-
-
-def note_denominators(program: Program) -> Program:
-    """Returns the program with a recipe for each softmax denominator.
-
-    Such is a sum of many exponentials that the backward pass only divides by.
-    """
-    exponentials = _exponentials(program)
-    residuals = program.residuals()
-    equations = (*live_equations(program.forward, residuals), *program.backward)
-    recipes = dict(program.recipes)
-    for eqn in program.forward:
-        if eqn.primitive != "reduce_sum" or not exponentials.issuperset(eqn.inputs):
-            continue
-        (operand,), (total,) = eqn.input_values, eqn.outputs
-        is_sum_of_many = (
-            program.avals[operand].size >= config.MANY_TERMS * program.avals[total].size
-        )
-        if is_sum_of_many and _only_divides(total, equations):
-            codes = _sum_of_codes(program, eqn)
-            recipes[total] = Recipe(codes, needs=operand, needs_codes=True)
-    return dataclasses.replace(program, recipes=recipes)
-
-
-def _exponentials(program: Program) -> set[int]:
-    """Returns exponentials, also in another dtype, or with zeros in place of some."""
-    zeros = _find_zeros(program)
-    found: set[int] = set()
-    for eqn in program.forward:
-        atoms = eqn.operand_atoms
-        if eqn.primitive == "select_n":
-            moves = all(_is_zero(atom, zeros) or atom in found for atom in atoms[1:])
-        else:
-            moves = eqn.rule.converts and found.issuperset(eqn.inputs)
-        if eqn.primitive == "exp" or moves:
-            found.update(eqn.outputs)
-    return found
-
-
-def sum_of_shares(exponentials: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
-    """Returns softmax denominators: the sums, but 1 where all codes decode to 0."""
-    total = jnp.sum(exponentials, axes)
-    return jnp.where(total == 0, 1, total)
-
-
-def _sum_of_codes(program: Program, eqn: Equation) -> Equation:
-    """Returns an equation that sums the dequantized exponentials."""
-    axes = tuple(eqn.params["axes"])
-
-    def sum_of_codes(exponentials: jax.Array) -> jax.Array:
-        return sum_of_shares(exponentials, axes=axes)
-
-    operands = [program.avals[value] for value in eqn.input_values]
-    return call_equation(sum_of_codes, operands, eqn.inputs, eqn.outputs, eqn)
-
-
-def _only_divides(value: int, equations: Iterable[Equation]) -> bool:
-    """Returns whether all readers of a sum, broadcast or not, divide by it.
-
-    A reader may also ask for its sign: all sums of exponentials have the same sign.
-    """
-    same = {value}
-    for eqn in equations:
-        if same.isdisjoint(eqn.input_values):
-            continue
-        if eqn.rule.keeps_magnitudes or eqn.primitive == "abs":
-            same.update(eqn.outputs)
-        elif not (_divides_by(eqn, same) or _compares_with_zero(eqn)):
-            return False
-    return True
-
-
-def _divides_by(eqn: Equation, values: Container[int]) -> bool:
-    numerator, *others = eqn.operand_atoms
-    is_numerator = isinstance(numerator, int) and numerator in values and bool(others)
-    return eqn.divisor is not None and eqn.divisor in values and not is_numerator
-
-
-def _compares_with_zero(eqn: Equation) -> bool:
-    _, *others = eqn.operand_atoms
-    return eqn.primitive in ("ge", "gt", "sign") and all(
-        isinstance(other, Constant) and np.ndim(other.value) == 0 and other.value == 0
-        for other in others
-    )

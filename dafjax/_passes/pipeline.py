@@ -8,11 +8,11 @@ from dafjax._passes.algebra import factor_sums, finish_early, look_up_first
 from dafjax._passes.nonlinear import (
     name_bounded,
     name_slopes,
-    note_denominators,
     note_phases,
     note_relu_masks,
 )
 from dafjax._passes.pooling import note_places
+from dafjax._passes.quotients import note_denominators, note_means
 from dafjax._passes.scales import hold_scales
 from dafjax._passes.unit_axes import drop_unit_axes
 from dafjax._trace.residuals import Program
@@ -103,6 +103,11 @@ PASSES: tuple[Pass, ...] = (
         "softmax_denominator",
         "Probabilities sum to 1 if their denominator is the sum of what codes decode.",
         lambda program, _: note_denominators(program),
+    ),
+    Pass(
+        "weighted_mean",
+        "The noise of a mean's two sums cancels if both follow from the same codes.",
+        lambda program, _: note_means(program),
     ),
     Pass(
         "relu_mask",

@@ -165,7 +165,7 @@ def find_uses(
         inexact: The values that the backward pass unpacks with an error.
     """
     follower = _Follower(inexact)
-    for eqn in dict.fromkeys(recomputed[value] for value in sorted(recomputed)):
+    for eqn in _in_order(recomputed):
         # A sum over many elements has hardly any noise.
         noise = _NO_NOISE if eqn.primitive == "sum_of_codes" else follower.read(eqn)
         values = [value for value in eqn.outputs if value in recomputed]
@@ -173,6 +173,8 @@ def find_uses(
             follower.noise.update((value, noise.of_part(value)) for value in values)
         else:
             follower.noise.update((value, noise) for value in values)
+    for value in program.amplified & follower.noise.keys():
+        follower.note(follower.noise[value], Use.AMPLIFIED)
     cotangents = set(program.cotangents)
     for eqn in program.backward:
         noise = follower.read(eqn, cotangents)
@@ -184,6 +186,24 @@ def find_uses(
                 if program.avals[value].size * config.MANY_SHARING > size:
                     follower.noise[value] = noise
     return follower.uses
+
+
+def _in_order(recomputed: Mapping[int, Equation]) -> dict[Equation, None]:
+    """Returns recomputations, each after those of its operands."""
+    found: dict[Equation, None] = {}
+    stack = sorted(recomputed, reverse=True)
+    while stack:
+        eqn = recomputed[stack[-1]]
+        waits = [
+            v
+            for v in eqn.input_values
+            if v in recomputed and recomputed[v] not in found
+        ]
+        if eqn in found or not waits:
+            found.setdefault(eqn)
+            stack.pop()
+        stack.extend(waits if eqn not in found else ())
+    return found
 
 
 @final
@@ -256,11 +276,11 @@ class _Follower:
             atom = atoms[number]
             is_cotangent = isinstance(atom, int) and atom in cotangents
             if number not in linear and not is_cotangent:
-                self._note(found, use)
+                self.note(found, use)
             elif multiplies:
                 # The number of a part is the number of the value that the slice made.
                 for part in together.shared_with(found):
-                    self._note(self.noise[part], use)
+                    self.note(self.noise[part], use)
             together |= found
         return together
 
@@ -270,7 +290,8 @@ class _Follower:
             for atom in atoms
         ]
 
-    def _note(self, noise: _Noise, use: Use) -> None:
+    def note(self, noise: _Noise, use: Use) -> None:
+        """Notes that something reads a value with this noise."""
         for value in noise.values:
             self.uses[value] = max(self.uses[value], use)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dafjax import config
 from dafjax._plan.analysis import find_steering
+from dafjax._plan.extents import find_statistics
 from dafjax._trace.bodies import reads_packed
 from dafjax._trace.equation import Equation
 from dafjax._trace.graph import (
@@ -73,7 +74,8 @@ class _Decider:
         self._names = names
         self._iterations = iterations
         self._steering = find_steering(program)
-        self._producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+        self._statistics = find_statistics(program)
+        self._producers = program.producers
         self._packed = {v for eqn in program.backward for v in reads_packed(eqn)}
         self._exact = _read_exactly(program)
         self._most_products = max(
@@ -116,7 +118,7 @@ class _Decider:
         self._note_exact(eqn, inputs, known=known)
         found = {
             "known": known,
-            "divides": eqn.divisor is not None and bool(self._sources[eqn.divisor]),
+            "divides": self._divides(eqn, inputs),
             "amplified": not self._amplified.isdisjoint(inputs),
             "reduced_from": max(eqn.operand_sizes, default=0),
             "sources": len(reached),
@@ -128,12 +130,13 @@ class _Decider:
             residual = self._describe(
                 value, eqn.primitive, draw_cost=self._draw_cost(value), **found
             )
-            if self._sums_codes(value) and not self._policy.saves_exactly(residual):
-                # A softmax denominator has hardly any noise, and only noise that its
-                # numerators have too.
+            if self._follows_codes(value) and not self._policy.saves_exactly(residual):
                 self.decisions[value] = Recompute()
                 self._known[value] = False
-                self._sources[value] = frozenset()
+                # A softmax denominator has hardly any noise, and only noise that its
+                # numerators have too.
+                is_noisy = value in self._program.from_codes
+                self._sources[value] = reached if is_noisy else frozenset()
                 continue
             self._settle(value, residual, reached, eqn)
             if reached and isinstance(self.decisions[value], Recompute):
@@ -141,6 +144,17 @@ class _Decider:
                     self._amplified.add(value)
                 if found["multiplied"] or eqn.contracted_size > 0:
                     self._multiplied.add(value)
+
+    def _divides(self, eqn: Equation, inputs: Collection[int]) -> bool:
+        """Returns whether codes must not give the results of an equation."""
+        if not self._program.from_codes.isdisjoint(inputs):
+            return True
+        divisor = eqn.divisor
+        if divisor is None or self._known[divisor]:
+            return False
+        # Codes of numerators have a scale of their own, unless the divisor is a
+        # statistic of them.
+        return bool(self._sources[divisor]) or divisor not in self._statistics
 
     def _note_exact(
         self, eqn: Equation, inputs: Collection[int], *, known: bool
@@ -162,6 +176,12 @@ class _Decider:
         eqn: Equation | None = None,
     ) -> None:
         decision = self._program.decided.get(value) or self._policy(residual)
+        if (
+            value in self._program.from_codes
+            and (reached or is_inexact(decision))
+            and not self._policy.saves_exactly(residual)
+        ):
+            decision = Recompute()
         if isinstance(decision, Recompute) and eqn is not None and self._flips(eqn):
             # A custom call for a few bits costs more than it saves.
             is_small = residual.nbytes * residual.copies <= config.SMALL_NBYTES
@@ -221,7 +241,7 @@ class _Decider:
             for v in eqn.input_values
         )
 
-    def _sums_codes(self, value: int) -> bool:
+    def _follows_codes(self, value: int) -> bool:
         recipe = self._program.recipes.get(value)
         return (
             recipe is not None

@@ -17,7 +17,9 @@ from typing import Any, TypeAlias, final
 
 from dafjax import config
 from dafjax._plan.analysis import find_given
+from dafjax._trace.axis_rules import IN_ORDER
 from dafjax._trace.equation import Equation
+from dafjax._trace.graph import readers_of
 from dafjax._trace.residuals import Program
 
 
@@ -106,18 +108,22 @@ def find_extents(program: Program) -> dict[int, Extent]:
     A value has an extent if some statistic of it divides, or if such a statistic scales
     it. Of several extents, the smallest counts.
     """
-    producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
     statistics, scales = _statistics_that_divide(program)
     found: dict[int, Extent] = {}
     for operand, axes in (*statistics, *_scaled(program, scales)):
         shape = program.avals[operand].shape
         factors = tuple(((n, axis in axes),) for axis, n in enumerate(shape))
-        _follow(program, producers, operand, Extent(factors), found)
+        _follow(program, operand, Extent(factors), found)
     for value, extent in _of_batched_products(program):
         known = found.get(value)
         if extent.is_worth_a_scale and (known is None or extent.size < known.size):
             found[value] = extent
     return found
+
+
+def find_statistics(program: Program) -> frozenset[int]:
+    """Returns the sums and maxima that divide, with what follows from them."""
+    return _statistics_that_divide(program)[1]
 
 
 def find_apart(program: Program, extents: Mapping[int, Extent]) -> Iterator[int]:
@@ -187,7 +193,6 @@ def _scaled(program: Program, scales: Container[int]) -> Iterator[_Reduction]:
 
 def _follow(
     program: Program,
-    producers: Mapping[int, Equation],
     value: int,
     extent: Extent,
     found: dict[int, Extent],
@@ -202,13 +207,13 @@ def _follow(
                 found[value] = extent
             else:
                 continue
-        eqn = producers.get(value)
+        eqn = program.producers.get(value)
         if eqn is not None and eqn.primitive in _BOUNDED:
             continue
         if extent.is_worth_a_scale:
             found[value] = extent
         if eqn is not None:
-            stack.extend(_operands(program, producers, eqn, value, extent))
+            stack.extend(_operands(program, eqn, value, extent))
 
 
 # All results of these primitives have the same scale.
@@ -217,7 +222,6 @@ _BOUNDED = frozenset(["bounded_exp", "exp", "logistic", "tanh"])
 
 def _operands(
     program: Program,
-    producers: Mapping[int, Equation],
     eqn: Equation,
     value: int,
     extent: Extent,
@@ -227,9 +231,7 @@ def _operands(
     if eqn.rule.is_elementwise:
         if eqn.primitive == "sub":
             first, second = eqn.operand_atoms
-            centers = isinstance(second, int) and _is_mean(
-                program, producers, second, extent
-            )
+            centers = isinstance(second, int) and _is_mean(program, second, extent)
             if centers and isinstance(first, int):
                 return [(first, dataclasses.replace(extent, is_centered=True))]
         alike = [v for v in eqn.input_values if program.avals[v].shape == shape]
@@ -242,13 +244,11 @@ def _operands(
     return [] if axes is None else [(operand, dataclasses.replace(extent, axes=axes))]
 
 
-def _is_mean(
-    program: Program, producers: Mapping[int, Equation], value: int, extent: Extent
-) -> bool:
+def _is_mean(program: Program, value: int, extent: Extent) -> bool:
     """Returns whether a value, broadcast or not, has one number for each extent."""
-    eqn = producers.get(value)
+    eqn = program.producers.get(value)
     while eqn is not None and eqn.rule.is_cheap and eqn.primitive != "reduce_sum":
-        eqn = producers.get(eqn.input_values[0]) if eqn.input_values else None
+        eqn = program.producers.get(eqn.input_values[0]) if eqn.input_values else None
     if eqn is None or eqn.primitive != "reduce_sum":
         return False
     num_extents = math.prod(extent.view) // extent.size
@@ -264,14 +264,11 @@ def _statistics_that_divide(
     reduced axes; and the set of all results, with the values that follow from them
     before they are broadcast to more elements.
     """
-    readers: dict[int, list[Equation]] = {}
-    for eqn in program.forward:
-        for value in eqn.input_values:
-            readers.setdefault(value, []).append(eqn)
+    readers = readers_of(program.forward)
     # The number of elements that each value is computed from, before broadcasts.
     sizes = {v: math.prod(aval.shape) for v, aval in enumerate(program.avals)}
     for eqn in program.forward:
-        if eqn.primitive in _SPREADING or eqn.rule.is_elementwise:
+        if eqn.primitive in IN_ORDER or eqn.rule.is_elementwise:
             of = max((sizes[v] for v in eqn.input_values), default=0)
             sizes.update((v, min(of, sizes[v])) for v in eqn.outputs)
 
@@ -281,7 +278,7 @@ def _statistics_that_divide(
         stack, seen, divides = [start], {start}, False
         while stack:
             value = stack.pop()
-            for eqn in readers.get(value, ()):
+            for eqn in readers[value]:
                 divides |= eqn.primitive in _INVERTING or eqn.divisor == value
                 small = all(sizes[v] <= size for v in eqn.input_values)
                 follows = eqn.is_tame or eqn.is_amplifying
@@ -303,7 +300,6 @@ def _statistics_that_divide(
 
 
 _INVERTING = frozenset(["pow", "rsqrt"])
-_SPREADING = frozenset(["broadcast_in_dim", "reshape", "squeeze"])
 
 
 def _reduction(eqn: Equation) -> _Reduction | None:
@@ -411,12 +407,10 @@ def _merged(factors: Iterable[_Factor]) -> list[_Factor]:
 
 
 _CARRIES = {
-    "broadcast_in_dim": _carry_order,
+    **dict.fromkeys(IN_ORDER, _carry_order),
     "reduce_max": _carry_axes,
     "reduce_sum": _carry_axes,
-    "reshape": _carry_order,
     "slice": _carry_slice,
     "split": _carry_split,
-    "squeeze": _carry_order,
     "transpose": _carry_axes,
 }

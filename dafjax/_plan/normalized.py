@@ -76,7 +76,7 @@ def with_copies(
         copies, by the values that they stand for.
     """
     avals, tags = list(program.avals), dict(program.tags)
-    producers = {v: eqn for eqn in program.forward for v in eqn.outputs}
+    producers = program.producers
     readers = {v: eqn for eqn in reversed(program.forward) for v in eqn.input_values}
     copies: dict[int, Normalized] = {}
     for value, form in forms.items():

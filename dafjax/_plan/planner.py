@@ -149,7 +149,7 @@ def _choose(
             iterations=iterations,
         ),
         names=names,
-        producers={v: eqn for eqn in program.forward for v in eqn.outputs},
+        producers=dict(program.producers),
     )
     seen = set(residuals)
     stack = list(residuals)

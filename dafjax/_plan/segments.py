@@ -26,7 +26,7 @@ from dafjax._trace.equation import (
 )
 from dafjax._trace.graph import Graph, flatten, live_equations
 from dafjax._trace.residuals import trace_like
-from dafjax._trace.tracing import ClosedJaxpr
+from dafjax._trace.tracing import ClosedJaxpr, nbytes_of
 
 
 @final
@@ -123,7 +123,7 @@ def _find_cuts(
     last_use.update(dict.fromkeys(values_of(graph.outputs), len(equations)))
 
     def waits(value: int, now: int) -> bool:
-        is_large = _nbytes(graph, value) > config.SMALL_NBYTES
+        is_large = nbytes_of(graph.avals[value]) > config.SMALL_NBYTES
         return is_large and value not in alive and last_use.get(value, -1) > now
 
     waiting = {v for v in range(graph.num_inputs) if waits(v, -1)}
@@ -246,7 +246,7 @@ def _segment(
         outputs=tuple(outputs),
         activations=tuple(n for n, v in enumerate(inputs) if v not in alive),
         may_repeat=all(eqn.may_repeat for eqn in equations),
-        ends=all(_nbytes(graph, v) <= config.SMALL_NBYTES for v in outputs),
+        ends=all(nbytes_of(graph.avals[v]) <= config.SMALL_NBYTES for v in outputs),
         nbits_of_loops=_nbits_of_loops(graph, equations),
     )
 
@@ -263,8 +263,3 @@ def _nbits_of_loops(graph: Graph, equations: Sequence[Equation]) -> int:
 
 def _is_floating(graph: Graph, value: int) -> bool:
     return bool(jnp.issubdtype(graph.avals[value].dtype, jnp.floating))
-
-
-def _nbytes(graph: Graph, value: int) -> int:
-    aval = graph.avals[value]
-    return aval.size * getattr(aval.dtype, "itemsize", 0)

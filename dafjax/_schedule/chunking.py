@@ -27,6 +27,7 @@ from dafjax._schedule.steps import Division, Loop, Rows, Step, Unpacking
 from dafjax._trace.by_rows import Axes, axes_read, axes_summed
 from dafjax._trace.equation import Equation
 from dafjax._trace.residuals import Program
+from dafjax._trace.tracing import nbytes_of
 from dafjax.codecs import AbstractCodec
 
 
@@ -66,8 +67,8 @@ class Parts:
             if not known and self._can_be_divided(values, rows):
                 return rows
             return Rows(1, is_interleaved=False)
-        largest = max((self.likes[v] for v in values), key=_nbytes_of_spec)
-        if self.is_among_largest(_nbytes_of_spec(largest)):
+        largest = max((self.likes[v] for v in values), key=nbytes_of)
+        if self.is_among_largest(nbytes_of(largest)):
             # Devices do not share arrays that are read in unrolled chunks.
             is_interleaved = not self.are_apart and all(
                 self.codecs[v].packs_rows(self.likes[v]) for v in values
@@ -87,7 +88,7 @@ class Parts:
         Args:
             like: Shape and dtype of the value.
         """
-        if not self.is_among_largest(_nbytes_of_spec(like)):
+        if not self.is_among_largest(nbytes_of(like)):
             return Rows(1, is_interleaved=False)
         shape = like.shape[first_long(like.shape) :]
         counts = self._counts(jax.ShapeDtypeStruct(shape, like.dtype))
@@ -122,7 +123,7 @@ class Parts:
 
     @functools.cached_property
     def _largest_nbytes(self) -> int:
-        return max(map(_nbytes_of_spec, self.likes.values()), default=0)
+        return max(map(nbytes_of, self.likes.values()), default=0)
 
     def _can_be_divided(self, values: Iterable[int], rows: Rows) -> bool:
         pairs = [(self.codecs[v], self.likes[v]) for v in values]
@@ -207,11 +208,7 @@ def _can_have_parts(like: Like, count: int, least_nbytes: int) -> bool:
     # If devices share the batch axis, each holds some rows of every chunk.
     if rest or there % jax.device_count():
         return False
-    return _nbytes_of_spec(like) >= count * least_nbytes
-
-
-def _nbytes_of_spec(like: Like) -> int:
-    return math.prod(like.shape) * like.dtype.itemsize
+    return nbytes_of(like) >= count * least_nbytes
 
 
 def divide(

@@ -10,7 +10,6 @@ kernel that computes the value. Examples are the mean and variance of a residual
 for the next norm.
 """
 
-import collections
 import itertools
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -27,7 +26,7 @@ from dafjax._schedule.schedule import last_uses
 from dafjax._schedule.steps import Ties, can_be_tied, not_before
 from dafjax._schedule.values import MeasuredHandle
 from dafjax._trace.equation import Atom, Equation, evaluate, look_up, values_of
-from dafjax._trace.graph import live_equations
+from dafjax._trace.graph import live_equations, readers_of
 from dafjax._trace.residuals import Program
 from dafjax.codecs import AbstractCodec
 from dafjax.codecs._affine import sample_rounding_noise
@@ -109,10 +108,7 @@ def with_early_sums(
         equations: The equations of the forward pass that run.
         packed: The values that are packed.
     """
-    readers: dict[int, list[Equation]] = collections.defaultdict(list)
-    for eqn in equations:
-        for value in dict.fromkeys(eqn.input_values):
-            readers[value].append(eqn)
+    readers = readers_of(equations)
 
     def elements(values: Iterable[int]) -> int:
         return sum(program.avals[v].size for v in values)

@@ -44,7 +44,7 @@ the peak:
 
 - If a value is recomputed from several compressed residuals, the next one is decoded
   after the results of the previous one exist. (Not where XLA decodes inside the
-  consuming kernels: `dafjax/_native/_fused.py`.)
+  consuming kernels: `dafjax/_native/_codes.py`.)
 - An expensive equation reads its cotangents through a barrier together with its
   restored operands. XLA:CPU copies operands into the layout that it multiplies in, as
   soon as they are ready, so copied cotangents would be live while the other operands

@@ -15,7 +15,6 @@ both.
 A stage ends where it can be chunked.
 """
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import final
@@ -25,6 +24,7 @@ from dafjax._plan.plan import ProgramPlan
 from dafjax._schedule.chunking import Parts, divide, read_in
 from dafjax._schedule.steps import Division, Rows, Step
 from dafjax._trace.equation import Equation, values_of
+from dafjax._trace.graph import readers_of
 from dafjax._trace.residuals import Program
 
 
@@ -151,10 +151,7 @@ class _Order:
         self._products = [eqn for eqn in equations if not eqn.rule.is_cheap]
         self._gradients = frozenset(values_of(program.gradients))
         self._made = {v for eqn in equations for v in eqn.outputs} - self._gradients
-        self._readers: dict[int, list[Equation]] = collections.defaultdict(list)
-        for eqn in equations:
-            for value in dict.fromkeys(eqn.input_values):
-                self._readers[value].append(eqn)
+        self._readers = readers_of(equations)
 
     def delay_results(self) -> None:
         """Moves products to the first reader of their results, if that frees memory."""

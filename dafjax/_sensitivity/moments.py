@@ -147,11 +147,6 @@ def _joined(parts: Sequence[Array], num_values: int) -> Array:
     return jnp.concatenate(parts).reshape(num_values, -1)
 
 
-def sample_moments(x: Array) -> Moments:
-    """Returns the moments of a value, estimated from a sample."""
-    return Moments(*(xs[0] for xs in moments_of_rows([[sample_rows(x)]])))
-
-
 def sample_energy(arrays: Sequence[Array]) -> Array:
     """Returns the sum of the squares of all elements, estimated from samples.
 

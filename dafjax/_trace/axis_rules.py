@@ -19,6 +19,8 @@ Params: TypeAlias = Mapping[str, Any]
 AxisRule: TypeAlias = Callable[[JaxprEqn, int, int], int | None]
 SumRule: TypeAlias = Callable[[Params], Iterator[tuple[int, ...]]]
 
+# They keep elements in order, and change the shape.
+IN_ORDER = ("broadcast_in_dim", "reshape", "squeeze")
 # Parameters that hold the lengths of a result's axes.
 LENGTHS = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 

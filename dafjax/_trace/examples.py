@@ -40,7 +40,14 @@ from dafjax._trace.example_rules import (
     common_inner,
     status_of_rows,
 )
-from dafjax._trace.graph import CALLS, RULED_CALLS, Graph, flatten, is_wrapped
+from dafjax._trace.graph import (
+    CALLS,
+    RULED_CALLS,
+    Graph,
+    find_numbers,
+    flatten,
+    is_wrapped,
+)
 from dafjax._trace.paired import (
     NotSeparableError,
     are_alike,
@@ -402,10 +409,10 @@ _BODIES: Mapping[str, Callable[..., Sequence[Status]]] = {
 
 def _are_zeros(graph: Graph) -> list[bool]:
     """Returns, for each output of a program, whether it is filled with zeros."""
-    filled = {e.outputs[0] for e in graph.equations if e.outputs and e.filling == 0}
+    numbers = find_numbers(graph.equations)
     return [
-        bool(np.all(atom.value == 0)) if isinstance(atom, Constant) else atom in filled
-        for atom in graph.outputs
+        bool(np.all((a.value if isinstance(a, Constant) else numbers.get(a, 1)) == 0))
+        for a in graph.outputs
     ]
 
 

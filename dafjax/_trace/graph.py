@@ -4,6 +4,7 @@ They tell what is live, the names of values, and operations as `jax.checkpoint`
 describes them to its policies.
 """
 
+import collections
 import dataclasses
 import enum
 import itertools
@@ -14,6 +15,7 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import numpy as np
 from jax._src.ad_checkpoint import name_p
 from jax._src.core import DropVar
 from jax._src.interpreters.partial_eval import Offloadable, RecomputeType, SaveableType
@@ -94,6 +96,15 @@ def live_equations(
             live.append(eqn)
             needed.update(eqn.input_values)
     return tuple(reversed(live))
+
+
+def readers_of(equations: Iterable[Equation]) -> dict[int, list[Equation]]:
+    """Returns, for each value, the equations that read it."""
+    readers: dict[int, list[Equation]] = collections.defaultdict(list)
+    for eqn in equations:
+        for value in dict.fromkeys(eqn.input_values):
+            readers[value].append(eqn)
+    return readers
 
 
 def flatten(
@@ -259,6 +270,36 @@ class _Builder:
             body = with_constants(body)
         is_opened = self._opens_wrapped and body is not None and is_wrapped(body)
         return body if name in self._inlined or is_opened else None
+
+
+def find_numbers(equations: Iterable[Equation]) -> dict[int, Any]:
+    """Returns the values that are one number everywhere, because a literal fills them.
+
+    Args:
+        equations: The equations of a program, in order.
+    """
+    numbers: dict[int, Any] = {}
+    for eqn in equations:
+        if eqn.rule.keeps_values and len(eqn.operand_atoms) == 1:
+            number = number_of(eqn.operand_atoms[0], numbers)
+            if number is not None and eqn.rule.converts:
+                number = np.asarray(number).astype(eqn.params["new_dtype"]).item()
+            if number is not None:
+                numbers.update(dict.fromkeys(eqn.outputs, number))
+    return numbers
+
+
+def number_of(atom: Atom, numbers: Mapping[int, Any]) -> Any:
+    """Returns the number, no boolean, that a value is everywhere, or `None`.
+
+    Args:
+        atom: The value.
+        numbers: The result of `find_numbers`.
+    """
+    value = atom.value if isinstance(atom, Constant) else numbers.get(atom)
+    if value is None or np.ndim(value):
+        return None
+    return value if jnp.issubdtype(jnp.result_type(value), np.number) else None
 
 
 @final

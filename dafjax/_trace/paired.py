@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dafjax._trace.axis_rules import LENGTHS
+from dafjax._trace.axis_rules import IN_ORDER, LENGTHS
 from dafjax._trace.equation import Atom, Constant, Equation, renumber
 from dafjax._trace.example_rules import Kind, Status
 from dafjax._trace.graph import Graph
@@ -125,10 +125,7 @@ def _fit(eqn: Equation, other: Equation, status: Mapping[int, Status]) -> bool:
 
 
 def _reshapes(eqn: Equation) -> bool:
-    return eqn.jax_primitive in _RESHAPES and len(eqn.input_values) == 1
-
-
-_RESHAPES = ("broadcast_in_dim", "reshape", "squeeze")
+    return eqn.jax_primitive in IN_ORDER and len(eqn.input_values) == 1
 
 
 def differ(eqn: Equation | None, other: Equation | None) -> str:

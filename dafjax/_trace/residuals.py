@@ -61,6 +61,9 @@ class Program:
         fingerprint: A hash of the program before any pass, in sixteen digits.
         recipes: Better ways to recompute some values, by value.
         decided: What a pass has decided about values that it added, by value.
+        from_codes: Values that get no codes of their own, because their noise would not
+            cancel. They are recomputed from codes if other values would be.
+        amplified: Values whose noise later equations amplify.
     """
 
     avals: tuple[jax.core.ShapedArray, ...]
@@ -77,6 +80,8 @@ class Program:
     fingerprint: str = ""
     recipes: Mapping[int, Recipe] = dataclasses.field(default_factory=dict)
     decided: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    from_codes: frozenset[int] = frozenset()
+    amplified: frozenset[int] = frozenset()
 
     def with_backward(
         self, equations: Sequence[Equation], avals: Sequence[jax.core.ShapedArray]
@@ -112,6 +117,11 @@ class Program:
     @functools.cached_property
     def _nbytes(self) -> tuple[int, ...]:
         return tuple(map(nbytes_of, self.avals))
+
+    @functools.cached_property
+    def producers(self) -> Mapping[int, Equation]:
+        """The equation of the forward pass that computes each value."""
+        return {value: eqn for eqn in self.forward for value in eqn.outputs}
 
     def is_large(self, value: int) -> bool:
         """Returns whether a value is so large that its lifetime matters."""

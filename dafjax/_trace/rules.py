@@ -148,6 +148,9 @@ class OpRule:
         elements: How elements of the result relate to elements of the operands.
         ends: Whether many elements of the result lie at an end of its range.
         combines: Its arithmetic.
+        degree: The degree of a result that is homogeneous, but not linear, in all its
+            operands together; `None` if it is not.
+        least: The least result for real operands, if there is one.
         lowering: How XLA:CPU runs it.
         complex_error: `error` for complex numbers, if it is another.
         limit: The magnitude of an operand beyond which a result is constant, to the
@@ -166,6 +169,8 @@ class OpRule:
     elements: Elements = Elements.MIXED
     ends: Ends = Ends.NO
     combines: Combines = Combines.OTHER
+    degree: float | None = None
+    least: float | None = None
     lowering: Lowering = Lowering.OWN_KERNEL
     complex_error: Error | None = None
     limit: float = math.inf
@@ -349,47 +354,49 @@ OPS: Mapping[str, OpRule] = {
     "reduce_precision": _row(
         _LINEAR, elements=_EACH | _COPIED, ends=Ends.AS_OPERANDS, lowering=_IDENTITY
     ),
-    "select_n": _row(_SMOOTH, linear_in=_REST, ends=Ends.AS_OPERANDS),
+    "select_n": _row(_SMOOTH, degree=1, linear_in=_REST, ends=Ends.AS_OPERANDS),
     "stop_gradient": _row(_LINEAR, lowering=_IDENTITY),
     "sub": _row(_LINEAR, combines=Combines.SUBTRACT),
     # Functions of each element without poles.
-    "abs": _row(_SMOOTH, ends=Ends.YES),
+    "abs": _row(_SMOOTH, least=0, degree=1, ends=Ends.YES),
     "asinh": _SERIES,
     "atan": _SERIES,
     "clamp": _row(_SMOOTH, ends=Ends.YES),
     "cos": _SERIES,
-    "erf": _row(_SERIES, limit=4.0),
-    "erfc": _row(_SERIES, ends=Ends.YES),
+    "erf": _row(_SERIES, least=-1, limit=4.0),
+    "erfc": _row(_SERIES, least=0, ends=Ends.YES),
     # `Equation.error` knows that a negative power has a pole.
     "integer_pow": _row(_SMOOTH, ends=Ends.YES),
     # No limit: it goes to 0, and its logarithm goes on.
-    "logistic": _SERIES,
-    "max": _row(_SMOOTH, ends=Ends.YES),
-    "min": _row(_SMOOTH, ends=Ends.YES),
+    "logistic": _row(_SERIES, least=0),
+    "max": _row(_SMOOTH, degree=1, ends=Ends.YES),
+    "min": _row(_SMOOTH, degree=1, ends=Ends.YES),
     "sin": _SERIES,
-    "square": _row(_SMOOTH, ends=Ends.YES),
-    "tanh": _row(_SERIES, limit=9.5),
+    "square": _row(_SMOOTH, least=0, degree=2, ends=Ends.YES),
+    "tanh": _row(_SERIES, least=-1, limit=9.5),
     # With a pole, or an edge of infinite slope.
     "atan2": _CONTINUOUS,
-    "cbrt": _row(_CONTINUOUS, complex_error=Error.AMPLIFIED),
-    "sqrt": _row(_CONTINUOUS, complex_error=Error.AMPLIFIED, ends=Ends.YES),
+    "cbrt": _row(_CONTINUOUS, degree=1 / 3, complex_error=Error.AMPLIFIED),
+    "sqrt": _row(
+        _CONTINUOUS, least=0, degree=0.5, complex_error=Error.AMPLIFIED, ends=Ends.YES
+    ),
     # Exponentials and logarithms.
     "acos": _AMPLIFYING,
     "acosh": _AMPLIFYING,
     "asin": _AMPLIFYING,
     "atanh": _AMPLIFYING,
-    "cosh": _row(_AMPLIFYING, ends=Ends.YES),
+    "cosh": _row(_AMPLIFYING, least=1, ends=Ends.YES),
     "digamma": _AMPLIFYING,
     "erf_inv": _AMPLIFYING,
-    "exp": _row(_AMPLIFYING, ends=Ends.YES),
-    "exp2": _row(_AMPLIFYING, ends=Ends.YES),
-    "expm1": _AMPLIFYING,
+    "exp": _row(_AMPLIFYING, least=0, ends=Ends.YES),
+    "exp2": _row(_AMPLIFYING, least=0, ends=Ends.YES),
+    "expm1": _row(_AMPLIFYING, least=-1),
     "lgamma": _AMPLIFYING,
     "log": _AMPLIFYING,
     "log1p": _AMPLIFYING,
     "log2": _AMPLIFYING,
     "pow": _row(_AMPLIFYING, ends=Ends.YES),
-    "rsqrt": _row(_AMPLIFYING, ends=Ends.YES),
+    "rsqrt": _row(_AMPLIFYING, least=0, degree=-0.5, ends=Ends.YES),
     "sinh": _AMPLIFYING,
     "tan": _AMPLIFYING,
     # Comparisons, integers and bits.
@@ -463,8 +470,8 @@ OPS: Mapping[str, OpRule] = {
     "sharding_constraint": _row(_PLACE, lowering=_IDENTITY, **_ALL_AXES),
     # Reductions and cumulative ones.
     "cumlogsumexp": _row(_OF_WINDOWS, **_ALONG),
-    "cummax": _row(_OF_WINDOWS, **_ALONG),
-    "cummin": _row(_OF_WINDOWS, **_ALONG),
+    "cummax": _row(_OF_WINDOWS, degree=1, **_ALONG),
+    "cummin": _row(_OF_WINDOWS, degree=1, **_ALONG),
     "cumprod": _row(_OF_WINDOWS, error=Error.AMPLIFIED, **_ALONG),
     "cumsum": _row(
         _OF_WINDOWS,
@@ -473,8 +480,8 @@ OPS: Mapping[str, OpRule] = {
         **_ALONG,
     ),
     "reduce_and": _row(_REDUCTION, **_REDUCED),
-    "reduce_max": _row(_REDUCTION, ends=Ends.YES, **_REDUCED),
-    "reduce_min": _row(_REDUCTION, ends=Ends.YES, **_REDUCED),
+    "reduce_max": _row(_REDUCTION, degree=1, ends=Ends.YES, **_REDUCED),
+    "reduce_min": _row(_REDUCTION, degree=1, ends=Ends.YES, **_REDUCED),
     "reduce_or": _row(_REDUCTION, **_REDUCED),
     "reduce_prod": _row(_REDUCTION, error=Error.AMPLIFIED, **_REDUCED),
     "reduce_sum": _row(
@@ -484,8 +491,8 @@ OPS: Mapping[str, OpRule] = {
         **_REDUCED,
         sums=axis_rules.sums_axes,
     ),
-    "reduce_window_max": _row(_OF_WINDOWS, ends=Ends.YES, **_WINDOWS),
-    "reduce_window_min": _row(_OF_WINDOWS, ends=Ends.YES, **_WINDOWS),
+    "reduce_window_max": _row(_OF_WINDOWS, degree=1, ends=Ends.YES, **_WINDOWS),
+    "reduce_window_min": _row(_OF_WINDOWS, degree=1, ends=Ends.YES, **_WINDOWS),
     "reduce_window_sum": _row(
         _OF_WINDOWS, linear_in=_ALL, ends=Ends.AS_OPERANDS, **_WINDOWS
     ),
@@ -541,7 +548,7 @@ OPS: Mapping[str, OpRule] = {
     "custom_linear_solve": OpRule(error=Error.NEEDS_EXACT),
     "triangular_solve": _row(_MATRICES, error=Error.NEEDS_EXACT),
     "tridiagonal_solve": OpRule(error=Error.NEEDS_EXACT),
-    "scatter-add": OpRule(elements=_JOINED, lowering=_IN_PLACE),
+    "scatter-add": OpRule(linear_in=_ALL, elements=_JOINED, lowering=_IN_PLACE),
     # Nothing is known of these but where their axes lie.
     "cholesky": _MATRICES,
     "eigh": _MATRICES,
@@ -565,12 +572,13 @@ OPS: Mapping[str, OpRule] = {
     "dafjax_sum_groups": OpRule(lowering=Lowering.REDUCTION),
     "dafjax_sum_rows": OpRule(lowering=Lowering.REDUCTION),
     # Calls that dafjax's passes make.
-    "bounded_exp": _row(_CONTINUOUS, ends=Ends.YES),
+    "bounded_exp": _row(_CONTINUOUS, least=0, ends=Ends.YES),
     "normalized": _row(_CONTINUOUS, linear_in=_FIRST),
     "one_minus_square": _SMOOTH,
     "phase": _row(_JUMPS, elements=_EACH | _PLACED),
     "pick_places": OpRule(linear_in=_REST),
     "scaled_back": _row(_CONTINUOUS, linear_in=_FIRST),
+    "scaled_numerator": _row(_CONTINUOUS, linear_in=_FIRST),
     "select_rectified": _row(_SMOOTH, linear_in=_REST, ends=Ends.YES),
 }
 

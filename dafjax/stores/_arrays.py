@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import final
 
 import jax
+import jax.numpy as jnp
 
-from dafjax._bits import Target
+from dafjax._bits import LADDER, Target
 from dafjax._contexts import BitsInForce, bits_in_force
 from dafjax._native import ledger_note, pool_hash
 from dafjax._numbers import Array, ArrayTree, Like
-from dafjax.codecs import AbstractCodec, Affine
+from dafjax.codecs import AbstractCodec, Affine, PackedAffine
 from dafjax.stores._abstract import AbstractStore
-from dafjax.stores._codecs import LADDER, AdaptiveAffine
 
 
 class AbstractStaticStore(AbstractStore):
@@ -81,6 +81,104 @@ class Host(AbstractStaticStore):
 
     def get(self, handle: ArrayTree) -> ArrayTree:
         return jax.device_put(handle, jax.memory.Space.Device)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class SiteFacts:
+    """The facts that bit allocation needs about one residual id.
+
+    Attributes:
+        name: The residual id.
+        target: The target of the bit allocation.
+        bits: Bits of its codes in the traced program.
+        num_elements: Elements that one forward pass packs, padding included.
+        parameters_nbytes: Bytes of the scales and minima of its quantization groups.
+        asked: Bits of its codes without allocation.
+        maximum: The most bits at which it is smaller packed than unpacked.
+    """
+
+    name: str
+    target: Target
+    bits: int
+    num_elements: int
+    parameters_nbytes: int
+    asked: int
+    maximum: int
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class AdaptiveAffine(AbstractCodec):
+    """An affine code with the bits of the active bit allocation.
+
+    Args:
+        affine: The code.
+        site: The id of the residual that it packs.
+        asked: Bits of its codes without allocation.
+    """
+
+    affine: Affine
+    site: str
+    asked: int
+
+    @property
+    def is_exact(self) -> bool:
+        return False
+
+    def encode(self, x: Array, *, seed: int | Array = 0) -> PackedAffine:
+        return self.affine.encode(x, seed=seed)
+
+    def encode_salted(self, x: Array, *, seed: int | Array, salt: int) -> PackedAffine:
+        return self.affine.encode_salted(x, seed=seed, salt=salt)
+
+    def decode(
+        self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
+    ) -> Array:
+        return self.affine.decode(packed, like, after=after)
+
+    def decode_fused(
+        self, packed: PackedAffine, like: Like, *, after: tuple[Array, ...] = ()
+    ) -> Array:
+        return self.affine.decode_fused(packed, like, after=after)
+
+    def packs_rows(self, like: Like) -> bool:
+        return self.affine.packs_rows(like)
+
+    def packed_nbytes(self, like: Like) -> int:
+        return self.affine.packed_nbytes(like)
+
+    def check(self, like: Like) -> None:
+        self.affine.check(like)
+
+    def squared_range(self, packed: PackedAffine) -> Array:
+        """Returns the mean over groups of (greatest - least value) squared, float32.
+
+        A group's range is `|scale| * (2^bits - 1)`.
+        """
+        # The sign bit of `scale` flags groups with values that are not finite.
+        ranges = jnp.abs(packed.scale.astype(jnp.float32)) * (2**self.affine.bits - 1)
+        return jnp.mean(ranges * ranges)
+
+    def facts(self, like: Like, target: Target) -> SiteFacts:
+        """Returns the facts that bit allocation needs about this residual id."""
+        self.check(like)
+        nbytes = {
+            bits: dataclasses.replace(self.affine, bits=bits).packed_nbytes(like)
+            for bits in LADDER
+        }
+        # Bytes are linear in bits: bytes of the codes, plus a constant for the groups.
+        of_a_bit = nbytes[2] - nbytes[1]
+        fitting = [b for b in LADDER if nbytes[b] < like.size * like.dtype.itemsize]
+        return SiteFacts(
+            name=self.site,
+            target=target,
+            bits=self.affine.bits,
+            num_elements=8 * of_a_bit,
+            parameters_nbytes=nbytes[1] - of_a_bit,
+            asked=self.asked,
+            maximum=max(fitting, default=self.asked),
+        )
 
 
 @final
