@@ -252,8 +252,7 @@ def divide(
         division = find(num_rows, rows, large, {*large, *there})
         if division is not None:
             return division
-    equations = (piece for piece in pieces if isinstance(piece, Equation))
-    made = [v for eqn in equations for v in eqn.outputs if program.is_large(v)]
+    made = [v for v in products_again(stretch) if program.is_large(v)]
     if parts.are_apart or there or not made:
         return None
     largest = max(made, key=program.nbytes)
@@ -318,6 +317,12 @@ def _divide(
         if _nbytes(program, spared) < _nbytes(program, largest):
             return None
     return Division(num_rows, rows, levels.axes, loops, rest, parts.are_apart)
+
+
+def products_again(stretch: Iterable[Step]) -> set[int]:
+    """Returns the products of matrices that a stage computes again."""
+    again = (eqn for step in stretch for eqn in step.recomputed)
+    return {v for eqn in again if eqn.rule.is_product for v in eqn.outputs}
 
 
 def first_long(shape: Sequence[int]) -> int:
