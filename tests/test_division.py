@@ -350,7 +350,7 @@ class TestDivision:
         ("devices", "batch", "count"),
         [
             (1, 12, 6),
-            (1, 7, 7),
+            (1, 7, None),
             (1, 34, 2),
             (4, 32, 8),
             (4, 24, 6),

@@ -140,6 +140,7 @@ def test_a_gradient_in_bfloat16_stays_so(key):
     assert finish_early(program).avals == program.avals
 
 
+@pytest.mark.slow
 def test_importances_are_those_of_gradients_that_are_finished_as_a_whole(key):
     """In parts the sum of a bias that Flax reshapes is there finished alone."""
     dtype = jnp.bfloat16

@@ -355,6 +355,7 @@ def test_moments_of_moved_scaled_and_padded_values_are_exact(number):
     assert (66, 37) in checked
 
 
+@pytest.mark.slow
 def test_measured_bits_take_no_more_memory_than_fixed_ones():
     """Else sampled values would stay live, and be written once more."""
 

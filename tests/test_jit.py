@@ -14,6 +14,7 @@ import dafjax
 from dafjax import _jit, _search, _step_memory
 from dafjax._contexts import Choice, Mode, choosing
 from tests import networks
+from tests.helpers import slow
 
 
 DEPTH, WIDTH, BATCH = 8, 128, 1024
@@ -115,8 +116,8 @@ LARGEST = re.compile(
     ("fun", "weights", "x"),
     [
         (loss, [normal(WIDTH, WIDTH) / 11] * 4, normal(BATCH, WIDTH)),
-        (residual_blocks, [normal(WIDTH, WIDTH) / 11] * 2, normal(BATCH, WIDTH)),
-        (
+        slow(residual_blocks, [normal(WIDTH, WIDTH) / 11] * 2, normal(BATCH, WIDTH)),
+        slow(
             networks.conv_loss,
             networks.conv_params(jax.random.key(0), 2),
             normal(24, 16, 16, 16),

@@ -310,6 +310,7 @@ def test_what_runs_in_parts_is_not_there_as_a_whole():
     assert resnet_nbytes(bits=2, whole=True) > 1.2 * resnet_nbytes(bits=2)
 
 
+@pytest.mark.slow
 def test_without_ties_in_loops_all_is_copied_for_every_part(monkeypatch):
     in_parts = resnet_nbytes(bits=2)
     monkeypatch.setattr(chunks.Chunks, "_wait_for_sources", lambda *_: None)
@@ -363,6 +364,7 @@ def test_what_goes_through_ties_is_not_computed_in_place(monkeypatch):
     assert tied > 1.1 * waited
 
 
+@pytest.mark.slow
 def test_without_a_dependency_all_weights_are_rearranged_at_the_start(monkeypatch):
     params = jax.eval_shape(lambda: networks.conv_params(jax.random.key(0), 8, 128))
     x = jax.ShapeDtypeStruct((4, 8, 8, 128), jnp.float32)
@@ -382,6 +384,7 @@ def dropout_loss(params, x, key):
     return jnp.mean(x**2)
 
 
+@pytest.mark.slow
 def test_without_a_dependency_random_bits_of_all_layers_wait(monkeypatch):
     params = jax.eval_shape(lambda: networks.mlp_params(jax.random.key(0), (128,) * 9))
     x = jax.ShapeDtypeStruct((1024, 128), jnp.float32)

@@ -266,6 +266,7 @@ def test_without_a_cotangent_to_wait_for_everything_is_run_again_at_once(monkeyp
     assert rematerialized_nbytes.__wrapped__(12) > 1.5 * tied
 
 
+@pytest.mark.slow
 def test_zeros_for_gradients_of_lookups_are_made_late(monkeypatch):
     layers, _ = dense_example(depth=8)
     table = jax.ShapeDtypeStruct((32768, 64), jnp.float32)

@@ -61,6 +61,7 @@ def test_a_term_that_is_read_elsewhere_stays():
     np.testing.assert_allclose(gradient(X), want, rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_noise_of_saturated_values_is_not_told_as_more_than_it_is():
     """Where terms cancel, importances grew a hundredfold with every layer."""
     keys = jax.random.split(jax.random.key(0), 9)

@@ -148,7 +148,7 @@ def train(problem, loss):
 
 
 # One test a model, not one a claim: each process that has one of them trains the model.
-@pytest.mark.parametrize("make", [slow(u_net), slow(vision_transformer), roberta])
+@pytest.mark.parametrize("make", [slow(u_net), slow(vision_transformer), slow(roberta)])
 def test_training_is_as_without_codes_in_less_memory(make):
     with jax.numpy_dtype_promotion("standard"):
         problem = make(jax.random.key(0))

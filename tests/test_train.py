@@ -453,6 +453,7 @@ def test_a_resumed_comparison_keeps_finished_runs_of_the_same_options(
         compare.run(other, console)
 
 
+@pytest.mark.slow
 def test_the_residual_bytes_of_the_methods_are_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(images, "MODELS", {"resnet18": resnet.resnet18})
     nbytes = {
@@ -463,6 +464,7 @@ def test_the_residual_bytes_of_the_methods_are_in_order(tmp_path, monkeypatch):
     assert nbytes["compress"] < nbytes["none"] / 20
 
 
+@pytest.mark.slow
 def test_a_failing_run_ends_the_comparison_with_its_status(tmp_path, console):
     config = tiny(tmp_path / "run", data="cifar10", data_dir=tmp_path, compare=True)
     with pytest.raises(ValueError, match="method none ended with status 2"):
@@ -478,6 +480,7 @@ def test_ctrl_c_ends_the_program_with_the_way_to_resume(tmp_path, monkeypatch, c
     assert "--resume continues after them" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_sigint_ends_a_process_after_its_last_finished_epoch(tmp_path):
     out = tmp_path / "run"
     arguments = tiny(out, epochs=1000).to_arguments()

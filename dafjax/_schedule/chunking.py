@@ -252,7 +252,10 @@ def divide(
         division = find(num_rows, rows, large, {*large, *there})
         if division is not None:
             return division
-    made = [v for v in products_again(stretch) if program.is_large(v)]
+    equations = (piece for piece in pieces if isinstance(piece, Equation))
+    made = [v for eqn in equations for v in eqn.outputs if program.is_large(v)]
+    if not multiplies_again(plan, parts):
+        return None
     if parts.are_apart or there or not made:
         return None
     largest = max(made, key=program.nbytes)
@@ -319,10 +322,16 @@ def _divide(
     return Division(num_rows, rows, levels.axes, loops, rest, parts.are_apart)
 
 
-def products_again(stretch: Iterable[Step]) -> set[int]:
-    """Returns the products of matrices that a stage computes again."""
-    again = (eqn for step in stretch for eqn in step.recomputed)
-    return {v for eqn in again if eqn.rule.is_product for v in eqn.outputs}
+def multiplies_again(plan: ProgramPlan, parts: Parts) -> bool:
+    """Returns whether large products of activations are computed again.
+
+    Such are attention probabilities. They are about as large as the largest residual,
+    or larger. If there are none, the largest values are residuals and their cotangents.
+    """
+    again = plan.recomputed.values()
+    products = (e for e in again if e.rule.is_product and not e.makes_channels)
+    sizes = (plan.program.nbytes(v) for eqn in products for v in eqn.outputs)
+    return any(map(parts.is_among_largest, sizes))
 
 
 def first_long(shape: Sequence[int]) -> int:

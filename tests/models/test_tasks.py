@@ -279,7 +279,7 @@ def lora(out, model, **options):
     return pretraining.with_weights(config.filled(), console)
 
 
-@pytest.mark.parametrize("model", [slow("roberta-base"), "gpt2-medium"])
+@pytest.mark.parametrize("model", [slow("roberta-base"), slow("gpt2-medium")])
 def test_adapters_are_trained_on_weights_that_were_trained_first(
     few, tmp_path, model, monkeypatch
 ):
@@ -357,7 +357,7 @@ def write_files(folder, name):
 @pytest.mark.parametrize(
     ("name", "model", "metrics"),
     [
-        ("sst2", "roberta-base", {"test_accuracy"}),
+        slow("sst2", "roberta-base", {"test_accuracy"}),
         slow("stsb", "roberta-base", {"test_pearson", "test_spearman"}),
         ("e2e", "gpt2-small", {"test_perplexity", "test_bleu"}),
     ],
