@@ -188,8 +188,27 @@ def test_both_sums_follow_from_codes_where_weights_have_one_sign(attention):
     assert "scaled_numerator" in recipes
 
 
-def test_sums_of_both_signs_have_codes_of_their_own():
-    program = program_of(of_both_signs)
+def of_complex(q, k, v):
+    """Its weights are exponentials, but no real numbers."""
+    z = jnp.exp(jax.lax.complex(q, k))
+    y = jnp.cumsum(z * v.astype(z.dtype), 1) / jnp.cumsum(z, 1)
+    return jnp.maximum(3, jnp.arange(WIDTH)).astype(q.dtype) * jnp.abs(y)
+
+
+def with_wide_denominators(q, k, v):
+    """Each numerator is divided by several sums of the same weights."""
+    weights = jnp.exp(q)
+    below = jnp.cumsum(weights, 1)
+    return jnp.sum(weights * v, -1, keepdims=True) / below + k
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [of_both_signs, of_complex, with_wide_denominators],
+    ids=lambda f: f.__name__,
+)
+def test_other_sums_have_codes_of_their_own(attention):
+    program = program_of(attention)
     assert program.amplified
     assert not program.from_codes
 
@@ -250,6 +269,10 @@ def test_exact_policies_keep_exact_gradients():
         (lambda x: (x * x) @ jnp.square(x), 0),
         (lambda x: jnp.zeros((9, 3)).at[1:4].add(jnp.abs(x)), 0),
         (lambda x: 2 * jnp.expm1(x), -2),
+        (lambda x: jnp.abs(jax.lax.complex(x, x)), 0),
+        (lambda x: (2 + jnp.exp(x)) * np.array([[0, 1, 3]], np.float32), 0),
+        (lambda x: jnp.zeros(1).at[np.zeros(9, int)].add(jnp.expm1(x).ravel()), None),
+        (lambda x: jnp.exp(x).at[4].get(mode="fill", fill_value=-1.0), None),
         (lambda x: jnp.stack([jnp.exp(x), x]), None),
         (jax.nn.silu, None),
         (lambda x: jnp.exp(x) - 1, None),

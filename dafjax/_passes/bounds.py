@@ -1,7 +1,7 @@
 """Finds numbers that the elements of a value are never less than."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ from dafjax._trace.rules import Combines
 def find_least(program: Program) -> dict[int, float]:
     """Returns a lower bound of each value of the forward pass that has one.
 
-    NaN does not count.
+    Only real numbers have one. NaN does not count.
     """
     found: dict[int, float] = {}
     makers: dict[int, Equation] = {}
@@ -24,8 +24,11 @@ def find_least(program: Program) -> dict[int, float]:
         return jnp.issubdtype(aval.dtype, jnp.floating)
 
     for eqn in program.forward:
-        least = _least_of(eqn, found, makers, is_real)
         makers.update((value, eqn) for value in eqn.outputs)
+        if not all(map(is_real, eqn.outputs)):
+            continue
+        bounds = [_bound(atom, found) for atom in eqn.operand_atoms if is_real(atom)]
+        least = _least_of(eqn, bounds, found, makers)
         if least > -math.inf:
             found.update((value, least) for value in eqn.outputs)
     return found
@@ -33,20 +36,19 @@ def find_least(program: Program) -> dict[int, float]:
 
 def _least_of(
     eqn: Equation,
+    bounds: Sequence[float],
     found: Mapping[int, float],
     makers: Mapping[int, Equation],
-    is_real: Callable[[Atom], bool],
 ) -> float:
     rule, atoms = eqn.rule, eqn.operand_atoms
-    operands = [_bound(atom, found) for atom in atoms if is_real(atom)]
-    least = min(operands, default=-math.inf)
+    least = min(bounds, default=-math.inf)
     is_nonnegative = 0.0 if least >= 0 else -math.inf
     if eqn.primitive in _KEEP_SIGNS and least >= 0:
         return 0.0
     if rule.least is not None:
         return rule.least
     if eqn.primitive == "max":
-        return max(operands)
+        return max(bounds)
     if eqn.primitive == "select_n":
         return min(_bounds_of_cases(atoms, found, makers))
     if eqn.is_square or eqn.params.get("y", 1) % 2 == 0:
@@ -54,16 +56,18 @@ def _least_of(
     if rule.combines is Combines.MULTIPLY and rule.is_elementwise:
         for factor, other in (atoms, atoms[::-1]):
             if isinstance(other, Constant) and _bound(other, found) >= 0:
-                return _bound(factor, found) * float(np.max(other.value))
+                bound = _bound(factor, found)
+                return bound * float((np.max if bound < 0 else np.min)(other.value))
     if rule.combines is Combines.ADD:
-        return sum(operands)
+        return sum(bounds)
+    if rule.looks_up and eqn.params["fill_value"] is not None:
+        return -math.inf
     if rule.keeps_values or rule.slices or rule.looks_up:
         return least
-    if rule.joins:
-        return least
+    # Among these are sums: `scatter-add` joins, and adds.
     is_product = rule.combines is Combines.MULTIPLY or eqn.primitive == "div"
     grows = not rule.is_elementwise and rule.linear_in.of(len(atoms))
-    return is_nonnegative if is_product or grows else -math.inf
+    return is_nonnegative if is_product or grows or rule.joins else -math.inf
 
 
 _KEEP_SIGNS = frozenset(

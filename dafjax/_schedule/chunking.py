@@ -252,11 +252,11 @@ def divide(
         division = find(num_rows, rows, large, {*large, *there})
         if division is not None:
             return division
+    if parts.are_apart or there or not multiplies_again(plan, parts):
+        return None
     equations = (piece for piece in pieces if isinstance(piece, Equation))
     made = [v for eqn in equations for v in eqn.outputs if program.is_large(v)]
-    if not multiplies_again(plan, parts):
-        return None
-    if parts.are_apart or there or not made:
+    if not made:
         return None
     largest = max(made, key=program.nbytes)
     aval = program.avals[largest]
@@ -290,9 +290,9 @@ def _divide(
     program = plan.program
     finishing = {step.equation for step in stretch if step.finishes}
     is_divided = rows.num_parts > 1
-    levels = _Levels(program, num_rows, finishing, unpacked, are_apart=parts.are_apart)
     if not (is_divided or parts.are_apart):
         return None
+    levels = _Levels(program, num_rows, finishing, unpacked, are_apart=parts.are_apart)
     if not all(map(levels.add, _pieces(stretch))) or levels.mixes_rows:
         return None
     made = {v for step in stretch if step.equation for v in step.equation.outputs}
