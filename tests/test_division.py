@@ -350,7 +350,8 @@ class TestDivision:
         ("devices", "batch", "count"),
         [
             (1, 12, 6),
-            (1, 7, None),
+            (1, 7, 7),
+            (1, 11, None),
             (1, 34, 2),
             (4, 32, 8),
             (4, 24, 6),
@@ -470,6 +471,17 @@ class TestGradients:
         counts = counted(monkeypatch)
         got = gradient(networks.conv_loss, params, x)
         assert set(counts) == {8}
+        whole(monkeypatch)
+        assert_close(got, gradient(networks.conv_loss, params, x), 1e-5)
+
+    @pytest.mark.parametrize("batch", [2, 3, 8])
+    def test_of_one_example_at_a_time(self, batch, key, monkeypatch):
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+        params = networks.conv_params(key, 2, 32)
+        x = jax.random.normal(key, (batch, 16, 16, 32))
+        counts = counted(monkeypatch)
+        got = gradient(networks.conv_loss, params, x)
+        assert set(counts) == {batch}
         whole(monkeypatch)
         assert_close(got, gradient(networks.conv_loss, params, x), 1e-5)
 

@@ -70,8 +70,8 @@ def splits(
         return False
     rows, format = layout(shape)
     of_chunk, format_of_chunk = layout((shape[0] // count, *shape[1:]))
-    are_many = len(rows) == len(of_chunk) == 2
-    return are_many and (rows[1], format) == (of_chunk[1], format_of_chunk)
+    # A chunk may be a single row.
+    return len(rows) == 2 and (rows[1], format) == (of_chunk[-1], format_of_chunk)
 
 
 def to_rows(x: Array, rows: tuple[int, ...]) -> Array:
