@@ -1,11 +1,12 @@
-"""Drops the batch axis of a batch of one, so that chunks can divide the next axis.
+"""Drops axes of length 1, so that chunks can divide the next axis.
 
-Chunks of the backward pass divide the first axis of residuals. In a batch of one, or in
-microbatches of one, that axis has length 1. Also, XLA:CPU drops it in matrix products
-alone, and then does not compute in place between a product and what reads it.
+Chunks of the backward pass divide the first axis of residuals. It has length 1 in a
+batch of one, and in `jax.nn.dot_product_attention`, which adds an axis of groups of
+heads. Also, XLA:CPU drops it in matrix products alone, and then does not compute in
+place between a product and what reads it.
 
 So values lose their axes of length 1, but for the last ones: `[1, m, 1, n, 1]` becomes
-`[m, n, 1]`. (Attention adds an axis for each group of heads, mostly of length 1.)
+`[m, n, 1]`.
 Arguments, results and gradients keep their shapes. Equations that cannot do without
 these axes run with them, between two reshapes.
 """
@@ -19,6 +20,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
+from dafjax import config
 from dafjax._trace.axis_rules import JaxprEqn, shape_of
 from dafjax._trace.equation import (
     Atom,
@@ -33,18 +35,16 @@ from dafjax._trace.rules import rule_of
 
 
 def drop_unit_axes(program: Program) -> Program:
-    """Returns the program without such an axis, if most bytes that it computes have it.
+    """Returns the program without axes of length 1, if many values begin with one.
 
-    (A mask may have such an axis in any batch.)
+    See `config.LEAST_SHARE_WITH_UNIT_AXIS`. (A mask may begin with one in any program.)
     """
-    with_axis, others = 0, 0
-    for eqn in program.forward:
-        for value in eqn.outputs:
-            if program.avals[value].shape[:1] == (1,):
-                with_axis += program.nbytes(value)
-            else:
-                others += program.nbytes(value)
-    if with_axis <= others:
+    with_axis, total = 0, 0
+    for value in (v for eqn in program.forward for v in eqn.outputs):
+        nbytes = program.nbytes(value)
+        total += nbytes
+        with_axis += nbytes * (program.avals[value].shape[:1] == (1,))
+    if with_axis <= config.LEAST_SHARE_WITH_UNIT_AXIS * total:
         return program
     if any(aval.sharding.mesh.explicit_axes for aval in program.avals):
         return program
@@ -86,6 +86,8 @@ class _Dropping:
         # The values without the axis, and with it.
         self._short: dict[int, int] = {}
         self._full: dict[int, int] = {v: v for v in given}
+        # The equations that fill an array with a number.
+        self._fills: dict[int, Equation] = {}
         # Whether a product needs the axis.
         self._fails = False
 
@@ -122,6 +124,8 @@ class _Dropping:
             self._equations.append(eqn)
             return
         run = None if eqn.has_effect else _on_short(eqn)
+        if eqn.filling is not None:
+            self._fills[eqn.outputs[0]] = eqn
         if run is not None:
             self._learn(eqn.outputs)
             self._replace(eqn, run)
@@ -168,8 +172,14 @@ class _Dropping:
         if not self._is_unit(value):
             return value
         if value not in self._full:
-            self._full[value] = self._new(self._program.avals[value])
-            self._equations.append(self._reshape(value, self._full[value], source))
+            self._full[value] = full = self._new(self._program.avals[value])
+            fill = self._fills.get(value)
+            # A filled array is filled once more: one that is reshaped is live earlier.
+            self._equations.append(
+                self._reshape(value, full, source)
+                if fill is None
+                else in_place_of(dataclasses.replace(fill, outputs=(full,)), source)
+            )
         return self._full[value]
 
     def _full_atoms(self, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
