@@ -331,6 +331,25 @@ class TestDivision:
                 places |= free
         assert places
 
+    def test_a_lookup_gradient_has_a_stage_of_its_own(self, key):
+        """It is not live while chunks compute the cotangent that it reads."""
+
+        tokens = jax.random.randint(key, (32, 64), 0, 4096)
+        x = jax.random.normal(key, (32, 64, 32))
+
+        def loss(table, first, second):
+            hidden = jnp.tanh(x @ first + second[0])
+            return jnp.mean(jnp.tanh(table[tokens] + hidden @ second) ** 2)
+
+        plan = plan_of(loss, *(jnp.ones((n, 32)) for n in (4096, 32, 32)))
+        are_chunked = set()
+        for first, *others in stretches_of(scheduled(plan)):
+            equations = [step.equation for step in (first, *others) if step.equation]
+            looks_up = any(eqn.primitive == "scatter-add" for eqn in equations)
+            assert not (looks_up and first.division)
+            are_chunked.add(first.division is not None)
+        assert True in are_chunked
+
     def test_mixed_rows_are_not_divided(self):
         x = jnp.ones((512, 512))
 

@@ -282,8 +282,8 @@ def joined_stages(
             _is_cheap(joined[0]) or _is_cheap(stretch[0]) or stretch[0].unpacked
         ):
             of_both = divide(plan, [*joined, *new], later, parts, {})
-            has_sums = of_both and any(loop.sums for loop in of_both.loops)
-            of_both = of_both if has_sums and _decoded(of_both) else None
+            if of_both is not None and not _sums_with(of_both, stretch):
+                of_both = None
             begins.update({} if of_both is None else {end: False})
         if of_both is None and _reads_large(joined, stretch, plan, parts):
             decoded = _decoded(division) | _decoded(of_joined)
@@ -300,6 +300,14 @@ def joined_stages(
         of_joined = (None if rest else of_both) or division
         end += len(stretch)
     return begins
+
+
+def _sums_with(division: Division, stretch: Iterable[Step]) -> bool:
+    """Returns whether chunks decode residuals, sum, and run the products of a stage."""
+    in_chunks = {p for loop in division.loops for p in (*loop.by_rows, *loop.sums)}
+    products = {step.equation for step in stretch if not _is_cheap(step)}
+    has_sums = any(loop.sums for loop in division.loops)
+    return has_sums and bool(_decoded(division)) and products <= in_chunks
 
 
 def _num_before_cheap(stretch: Sequence[Step]) -> int:
