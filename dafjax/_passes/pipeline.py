@@ -59,7 +59,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "unit_axes",
-        "Chunks divide the first axis that is longer than 1, such as examples or heads.",
+        "Chunks divide the first axis longer than 1, such as examples or heads.",
         lambda program, _: drop_unit_axes(program),
     ),
     Pass(
