@@ -44,6 +44,8 @@ class Parts:
             separate arrays (`chunks.py`). Otherwise they run in a loop.
         serves_gpus: Whether residuals stored for a chunk loop may also be read in
             unrolled chunks.
+        divides_made: Whether chunks may divide a value that a stage computes, where
+            they cannot divide a residual: see `multiplies_again`.
     """
 
     codecs: Mapping[int, AbstractCodec]
@@ -51,6 +53,7 @@ class Parts:
     likes: Mapping[int, Like]
     are_apart: bool = False
     serves_gpus: bool = False
+    divides_made: bool = False
 
     def rows(self, values: Collection[int], there: Iterable[Rows]) -> Rows:
         """Returns the chunks of some residuals, a single one if they cannot be chunked.
@@ -235,6 +238,7 @@ def divide(
         in_parts: The live chunked values, with their chunks.
     """
     program = plan.program
+    stage = _Stage(plan, stretch, later, parts)
     pieces = list(_pieces(stretch))
     unpacked = [piece.value for piece in pieces if isinstance(piece, Unpacking)]
     large = [v for v in unpacked if program.is_large(v)]
@@ -245,14 +249,13 @@ def divide(
         largest = max(large, key=program.nbytes)
         large = [v for v in large if lengths[v] == lengths[largest]]
     shapes = {lengths[v] for v in (*large, *there)}
-    find = functools.partial(_divide, plan, stretch, later, parts)
     if len(shapes) == 1 and () not in shapes:
         ((num_rows,),) = shapes
         rows = parts.rows(large, there.values())
-        division = find(num_rows, rows, large, {*large, *there})
+        division = stage.divided(num_rows, rows, large, {*large, *there})
         if division is not None:
             return division
-    if parts.are_apart or there or not multiplies_again(plan, parts):
+    if parts.are_apart or there or not parts.divides_made:
         return None
     equations = (piece for piece in pieces if isinstance(piece, Equation))
     made = [v for eqn in equations for v in eqn.outputs if program.is_large(v)]
@@ -261,65 +264,91 @@ def divide(
     largest = max(made, key=program.nbytes)
     aval = program.avals[largest]
     rows = parts.rows_of_made(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return find(aval.shape[first_long(aval.shape)], rows, (), {largest})
+    return stage.divided(aval.shape[first_long(aval.shape)], rows, (), {largest})
 
 
-def _divide(
-    plan: ProgramPlan,
-    stretch: Sequence[Step],
-    later: Collection[int],
-    parts: Parts,
-    num_rows: int,
-    rows: Rows,
-    unpacked: Collection[int],
-    largest: Collection[int],
-) -> Division | None:
-    """Returns the chunk plan of a stage for given chunks, if there is one.
+@final
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """A stage that may run in chunks; attributes as the arguments of `divide`."""
 
-    Args:
-        plan: The program and its saved residuals.
-        stretch: The steps of the stage.
-        later: The values that are read after the stage.
-        parts: How residuals can be decoded in chunks.
-        num_rows: The length of the divided axis.
-        rows: The chunks.
-        unpacked: The residuals that are decoded in chunks.
-        largest: These, the values that are chunked before the stage, or the largest
-            value that the stage computes.
-    """
-    program = plan.program
-    finishing = {step.equation for step in stretch if step.finishes}
-    is_divided = rows.num_parts > 1
-    if not (is_divided or parts.are_apart):
-        return None
-    levels = _Levels(program, num_rows, finishing, unpacked, are_apart=parts.are_apart)
-    if not all(map(levels.add, _pieces(stretch))) or levels.mixes_rows:
-        return None
-    made = {v for step in stretch if step.equation for v in step.equation.outputs}
-    wanted = made.intersection(later)
-    loops, rest = levels.loops(wanted, later, are_apart=parts.are_apart)
-    runs = [p for loop in loops for p in (*loop.by_rows, *loop.sums)]
-    products = [p for p in runs if isinstance(p, Equation) and not p.rule.is_cheap]
-    if not loops or len(products) > len(set(products)):
-        return None
-    # Two copies of a sum exist while a chunk is added to it.
-    sums = [v for loop in loops for eqn in loop.sums for v in eqn.outputs]
-    if is_divided and 2 * _nbytes(program, sums) > _nbytes(program, largest):
-        return None
-    # A loop copies the chunk of what a product reads; elementwise kernels slice it.
-    sources = {v for loop in loops for v in loop.sources}
-    copied = sources.intersection(v for eqn in products for v in eqn.input_values)
-    whole = _nbytes(program, unpacked or largest)
-    in_chunk = (whole + _nbytes(program, copied)) / rows.num_parts
-    if is_divided and not parts.are_apart and in_chunk > whole:
-        return None
-    if not unpacked and not parts.are_apart:
-        # Only what a product writes in chunks, and nothing reads whole, is spared.
-        spared = {v for eqn in products for v in eqn.outputs}.intersection(levels.axes)
-        spared = spared.difference(*(loop.results for loop in loops))
-        if _nbytes(program, spared) < _nbytes(program, largest):
+    plan: ProgramPlan
+    stretch: Sequence[Step]
+    later: Collection[int]
+    parts: Parts
+
+    def divided(
+        self,
+        num_rows: int,
+        rows: Rows,
+        unpacked: Collection[int],
+        largest: Collection[int],
+    ) -> Division | None:
+        """Returns the chunk plan for given chunks, if there is one.
+
+        Args:
+            num_rows: The length of the divided axis.
+            rows: The chunks.
+            unpacked: The residuals that are decoded in chunks.
+            largest: These, the values that are chunked before the stage, or the largest
+                value that the stage computes.
+        """
+        program, are_apart = self.plan.program, self.parts.are_apart
+        finishing = {step.equation for step in self.stretch if step.finishes}
+        is_divided = rows.num_parts > 1
+        if not (is_divided or are_apart):
             return None
-    return Division(num_rows, rows, levels.axes, loops, rest, parts.are_apart)
+        levels = _Levels(program, num_rows, finishing, unpacked, are_apart=are_apart)
+        if not all(map(levels.add, _pieces(self.stretch))) or levels.mixes_rows:
+            return None
+        equations = (step.equation for step in self.stretch if step.equation)
+        made = {v for eqn in equations for v in eqn.outputs}
+        wanted = made.intersection(self.later)
+        loops, rest = levels.loops(wanted, self.later, are_apart=are_apart)
+        division = Division(num_rows, rows, levels.axes, loops, rest, are_apart)
+        pays = not is_divided or self._saves_memory(division, unpacked, largest)
+        products = _products(loops)
+        runs_once = len(products) == len(set(products))
+        if not (loops and runs_once and pays):
+            return None
+        if not (unpacked or are_apart) and not self._spares(division, largest):
+            return None
+        return division
+
+    def _saves_memory(
+        self, division: Division, unpacked: Collection[int], largest: Collection[int]
+    ) -> bool:
+        """Returns whether sums, and copies of what products read, are small."""
+        program = self.plan.program
+        # Two copies of a sum exist while a chunk is added to it.
+        sums = [v for loop in division.loops for eqn in loop.sums for v in eqn.outputs]
+        if 2 * _nbytes(program, sums) > _nbytes(program, largest):
+            return False
+        # A loop copies the chunk of what a product reads; elementwise kernels slice it.
+        sources = {v for loop in division.loops for v in loop.sources}
+        products = _products(division.loops)
+        copied = sources.intersection(v for eqn in products for v in eqn.input_values)
+        whole = _nbytes(program, unpacked or largest)
+        in_chunk = (whole + _nbytes(program, copied)) / division.num_parts
+        return division.is_apart or in_chunk <= whole
+
+    def _spares(self, division: Division, largest: Collection[int]) -> bool:
+        """Returns whether as much as `largest` is never whole.
+
+        Only what a product writes in chunks, and nothing reads whole, is spared.
+        """
+        program = self.plan.program
+        products = _products(division.loops)
+        made = {v for eqn in products for v in eqn.outputs}
+        spared = made.intersection(division.axes)
+        spared = spared.difference(*(loop.results for loop in division.loops))
+        return _nbytes(program, spared) >= _nbytes(program, largest)
+
+
+def _products(loops: Iterable[Loop]) -> list[Equation]:
+    """Returns the expensive equations that run in chunks."""
+    runs = (p for loop in loops for p in (*loop.by_rows, *loop.sums))
+    return [p for p in runs if isinstance(p, Equation) and not p.rule.is_cheap]
 
 
 def multiplies_again(plan: ProgramPlan, parts: Parts) -> bool:

@@ -61,7 +61,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dafjax import config
 from dafjax._passes.algebra import finishing_equations
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.chunking import Parts
+from dafjax._schedule.chunking import Parts, multiplies_again
 from dafjax._schedule.stages import (
     joined_stages,
     order_products,
@@ -92,6 +92,7 @@ def schedule_backward(plan: ProgramPlan, parts: Parts) -> tuple[Step, ...]:
         if in_parts is not None:
             return in_parts
         return with_divisions(plan, steps, dataclasses.replace(parts, most=1))
+    parts = dataclasses.replace(parts, divides_made=multiplies_again(plan, parts))
     steps = _build(plan, joined_stages(plan, _build(plan), parts))
     return with_divisions(plan, behind_last_reads(program, steps), parts)
 

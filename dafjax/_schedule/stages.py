@@ -21,7 +21,7 @@ from typing import final
 
 from dafjax import config
 from dafjax._plan.plan import ProgramPlan
-from dafjax._schedule.chunking import Parts, divide, multiplies_again, read_in
+from dafjax._schedule.chunking import Parts, divide, read_in
 from dafjax._schedule.steps import Division, Rows, Step
 from dafjax._trace.equation import Equation, values_of
 from dafjax._trace.graph import readers_of
@@ -349,7 +349,7 @@ def _reads_large(
     It must be larger than the arguments that the stage reads: their copies would be
     live in the whole joined stage.
     """
-    if not multiplies_again(plan, parts):
+    if not parts.divides_made:
         return False
     made = {v for step in joined if step.equation for v in step.equation.outputs}
     nbytes = plan.program.nbytes
