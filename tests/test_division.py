@@ -333,7 +333,6 @@ class TestDivision:
 
     def test_a_lookup_gradient_has_a_stage_of_its_own(self, key):
         """It is not live while chunks compute the cotangent that it reads."""
-
         tokens = jax.random.randint(key, (32, 64), 0, 4096)
         x = jax.random.normal(key, (32, 64, 32))
 
