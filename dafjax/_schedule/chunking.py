@@ -307,7 +307,7 @@ class _Stage:
         loops, rest = levels.loops(wanted, self.later, are_apart=are_apart)
         division = Division(num_rows, rows, levels.axes, loops, rest, are_apart)
         pays = not is_divided or self._saves_memory(division, unpacked, largest)
-        products = _products(loops)
+        products = division.products
         runs_once = len(products) == len(set(products))
         if not (loops and runs_once and pays):
             return None
@@ -326,8 +326,8 @@ class _Stage:
             return False
         # A loop copies the chunk of what a product reads; elementwise kernels slice it.
         sources = {v for loop in division.loops for v in loop.sources}
-        products = _products(division.loops)
-        copied = sources.intersection(v for eqn in products for v in eqn.input_values)
+        read = {v for eqn in division.products for v in eqn.input_values}
+        copied = sources & read
         whole = _nbytes(program, unpacked or largest)
         in_chunk = (whole + _nbytes(program, copied)) / division.num_parts
         return division.is_apart or in_chunk <= whole
@@ -338,17 +338,10 @@ class _Stage:
         Only what a product writes in chunks, and nothing reads whole, is spared.
         """
         program = self.plan.program
-        products = _products(division.loops)
-        made = {v for eqn in products for v in eqn.outputs}
+        made = {v for eqn in division.products for v in eqn.outputs}
         spared = made.intersection(division.axes)
         spared = spared.difference(*(loop.results for loop in division.loops))
         return _nbytes(program, spared) >= _nbytes(program, largest)
-
-
-def _products(loops: Iterable[Loop]) -> list[Equation]:
-    """Returns the expensive equations that run in chunks."""
-    runs = (p for loop in loops for p in (*loop.by_rows, *loop.sums))
-    return [p for p in runs if isinstance(p, Equation) and not p.rule.is_cheap]
 
 
 def multiplies_again(plan: ProgramPlan, parts: Parts) -> bool:

@@ -304,10 +304,11 @@ def joined_stages(
 
 def _sums_with(division: Division, stretch: Iterable[Step]) -> bool:
     """Returns whether chunks decode residuals, sum, and run the products of a stage."""
-    in_chunks = {p for loop in division.loops for p in (*loop.by_rows, *loop.sums)}
     products = {step.equation for step in stretch if not _is_cheap(step)}
     has_sums = any(loop.sums for loop in division.loops)
-    return has_sums and bool(_decoded(division)) and products <= in_chunks
+    return (
+        has_sums and bool(_decoded(division)) and products.issubset(division.products)
+    )
 
 
 def _num_before_cheap(stretch: Sequence[Step]) -> int:

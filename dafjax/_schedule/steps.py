@@ -266,6 +266,12 @@ class Division:
         return tuple(dict.fromkeys(v for loop in self.loops for v in loop.unpacked))
 
     @property
+    def products(self) -> list[Equation]:
+        """The expensive equations that run in chunks, each listed once per loop."""
+        runs = (p for loop in self.loops for p in (*loop.by_rows, *loop.sums))
+        return [p for p in runs if isinstance(p, Equation) and not p.rule.is_cheap]
+
+    @property
     def unpacked_in_all(self) -> tuple[int, ...]:
         """All decoded residuals, each listed once per decode."""
         whole = (self.rest, *(loop.before for loop in self.loops))
