@@ -153,9 +153,7 @@ def _cone_of(facts: _Facts, argument: int) -> Cone | None:
         if walk.added is None:
             break
         arguments |= walk.added
-    # A large value at an end brings its noise.
-    ends = (value for end in walk.ends.values() for value in end)
-    if not walk.is_divided_out or not all(map(walk.is_statistic, ends)):
+    if not walk.is_divided_out or not walk.has_quiet_ends():
         return None
     return Cone(arguments, walk.ends, walk.shifts)
 
@@ -202,6 +200,19 @@ class _Walk:
             if isinstance(value, int) and value in self._degrees:
                 end = self.ends.setdefault(len(facts.graph.equations), {})
                 end[value] = self._degrees[value]
+
+    def has_quiet_ends(self) -> bool:
+        """Returns whether the ends bring little of the noise that the cone removes.
+
+        A large value at an end brings its noise. A gate such as the sigmoid of SiLU
+        brings far less than what it multiplies.
+        """
+        equations = self._facts.graph.equations
+        return all(
+            (place < len(equations) and equations[place].rule.is_elementwise)
+            or all(map(self.is_statistic, end))
+            for place, end in self.ends.items()
+        )
 
     def is_statistic(self, value: int) -> bool:
         """Returns whether a value is small beside the largest homogeneous value."""

