@@ -29,7 +29,7 @@ from dafjax._trace.equation import (
     in_place_of,
     renumber,
 )
-from dafjax._trace.graph import flatten
+from dafjax._trace.graph import Graph, flatten
 from dafjax._trace.residuals import Program
 from dafjax._trace.rules import rule_of
 
@@ -88,6 +88,8 @@ class _Dropping:
         self._full: dict[int, int] = {v: v for v in given}
         # The equations that fill an array with a number.
         self._fills: dict[int, Equation] = {}
+        # What computes the results of equations that differ in values alone.
+        self._traced: dict[Any, Graph] = {}
         # Whether a product needs the axis.
         self._fails = False
 
@@ -198,7 +200,7 @@ class _Dropping:
             self._avals[x] if isinstance(x, int) else jax.typeof(x.value)
             for x in inputs
         ]
-        graph = flatten(jax.make_jaxpr(run)(*avals))
+        graph = self._trace(eqn, run, avals)
         numbers: dict[int, Atom] = dict(enumerate(inputs))
         results = zip(graph.outputs, eqn.outputs, strict=True)
         numbers.update((new, old) for new, old in results if isinstance(new, int))
@@ -212,6 +214,18 @@ class _Dropping:
                 outputs=renumber(new.outputs, numbers),
             )
             self._equations.append(in_place_of(changed, eqn))
+
+    def _trace(
+        self, eqn: Equation, run: Callable[..., Any], avals: Sequence[Any]
+    ) -> Graph:
+        """Traces `run`, or returns its trace for an equation of another layer."""
+        form = eqn.form
+        if form in self._traced:
+            return self._traced[form]
+        graph = flatten(jax.make_jaxpr(run)(*avals))
+        if form is not None:
+            self._traced[form] = graph
+        return graph
 
 
 def _on_short(equation: Equation) -> Callable[..., list[Any]] | None:

@@ -137,8 +137,22 @@ class Equation:
 
         `None` if there is no such key, or if the equation does more than compute.
         """
+        is_pure = not self.has_effect and self.jax_primitive not in _IMPURE
+        return self._key(self.inputs) if is_pure else None
+
+    @property
+    def form(self) -> Any:
+        """A hashable key that is the same for equations that differ in values alone.
+
+        `None` if there is no such key.
+        """
+        types = tuple(var.aval for var in self.jaxpr.invars)
+        key = self._key(range(len(self.inputs)))
+        return None if key is None else (key, types)
+
+    def _key(self, inputs: Iterable[Atom]) -> Any:
         (eqn,) = self.jaxpr.eqns
-        atoms = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
+        atoms = dict(zip(self.jaxpr.invars, inputs, strict=True))
 
         def operand(atom: Any) -> Any:
             if isinstance(atom, jex_core.Literal):
@@ -153,8 +167,7 @@ class Equation:
             hash(key)
         except TypeError:
             return None
-        is_pure = not eqn.effects and eqn.primitive.name not in _IMPURE
-        return key if is_pure else None
+        return key
 
     @functools.cached_property
     def input_values(self) -> tuple[int, ...]:
