@@ -324,8 +324,8 @@ def test_a_step_needs_less_in_all_than_with_a_pool_of_everything(key):
     temp, peak = {}, {}
     for name, lasting_only in [("all", False), ("lasting", True)]:
         with PagePool(name=f"{name}, images", lasting_only=lasting_only) as pool:
-            step = gradient(pool, downsampling)
-            temp[name] = temp_nbytes(step.lower(p, x))
+            step = gradient(pool, downsampling).lower(p, x).compile()
+            temp[name] = step.memory_analysis().temp_size_in_bytes
             jax.block_until_ready(step(p, x))
             peak[name] = pool.stats().peak_nbytes
     arrays = temp_nbytes(gradient(Arrays(), downsampling).lower(p, x))

@@ -240,7 +240,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert stats["bytes"]["current"] <= stats["pages_used"] * PAGE
 
 
-@pytest.mark.parametrize("least", [10_000, slow(50_000)])
+@pytest.mark.parametrize("least", [4_000, slow(50_000)])
 def test_a_pool_does_what_its_model_does(least):
     options = settings(
         # Some examples are shorter than they may be.

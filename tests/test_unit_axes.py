@@ -1,5 +1,7 @@
 """Programs of a batch of one without its axis, and chunks of what follows it."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -118,6 +120,7 @@ def program_of(function, w, x) -> Program:
     return differentiate(closed, [True] * len(closed.in_avals))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def run(program: Program, w, x):
     """Returns the results and gradients of a program."""
     env = dict(enumerate(jax.tree.leaves((w, x))))
@@ -250,15 +253,16 @@ def test_a_vmapped_function(key):
     wrapped = dafjax.remat_compress(
         lambda w, x: jnp.sum(block(w, x)), policy=dafjax.policies.SaveAll()
     )
-    exact = jax.grad(lambda w: jnp.sum(block(w, x)))(w)
-    for x, y in zip(jax.grad(loss)(w), exact, strict=True):
+    exact = jax.jit(jax.grad(lambda w: jnp.sum(block(w, x))))(w)
+    for x, y in zip(jax.jit(jax.grad(loss))(w), exact, strict=True):
         assert relative_error(x, y) < 1e-5
 
 
 def assert_same_gradients(loss, params):
     """With everything saved, gradients are exact but for rounding."""
-    got = jax.grad(dafjax.remat_compress(loss, policy=dafjax.policies.SaveAll()))
-    expected = jax.grad(loss)(params)
+    wrapped = dafjax.remat_compress(loss, policy=dafjax.policies.SaveAll())
+    got = jax.jit(jax.grad(wrapped))
+    expected = jax.jit(jax.grad(loss))(params)
     norms = [float(jnp.linalg.norm(x)) for x in jax.tree.leaves(expected)]
     for x, y in zip(
         jax.tree.leaves(got(params)), jax.tree.leaves(expected), strict=True

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Container
 from typing import final
 
-from dafjax._passes.algebra import factor_sums, finish_early, look_up_first
+from dafjax._passes.algebra import factor_sums, finish_early
 from dafjax._passes.nonlinear import (
     name_bounded,
     name_slopes,
@@ -76,11 +76,6 @@ PASSES: tuple[Pass, ...] = (
         "bounded_exp",
         "The exponential of a negated square does not amplify errors.",
         lambda program, _: name_bounded(program),
-    ),
-    Pass(
-        "early_lookup",
-        "Looked-up rows are converted, not the whole table.",
-        lambda program, _: look_up_first(program),
     ),
     Pass(
         "gradient_epilogue",

@@ -397,23 +397,6 @@ def in_place_of(equation: Equation, source: Equation) -> Equation:
     return dataclasses.replace(equation, jaxpr=jaxpr)
 
 
-def conversion(
-    aval: jax.core.ShapedArray, dtype: Any, value: int, result: int, source: Equation
-) -> Equation:
-    """Returns an equation that converts a value.
-
-    Args:
-        aval: Shape and dtype of the value.
-        dtype: The dtype to convert to.
-        value: The value.
-        result: The number of the converted value.
-        source: The new equation gets the place of this one in the user's code.
-    """
-    jaxpr = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(aval).jaxpr
-    converted = Equation(jaxpr=jaxpr, inputs=(value,), outputs=(result,))
-    return in_place_of(converted, source)
-
-
 def in_dtype(
     equation: Equation, values: Collection[int], dtype: Any, **params: Any
 ) -> Equation:
