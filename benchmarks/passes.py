@@ -298,10 +298,10 @@ Four passes show their worth elsewhere. Without them:
 
 | without | |
 |---|---|
-| `factor_sums` | the step of a ResNet-18 on an H200 (64 images) moves 4.3 % more bytes, in \
-541 kernels, not 515 (`benchmarks/gpu_work.py`) |
-| `gradient_epilogue` | the gradient of a GPT-2 in bfloat16 on an H200 (two blocks) moves \
-0.8 % more bytes, in 257 kernels, not 241 |
+| `factor_sums` | the step of a ResNet-18 on an H200 (64 images) moves \
+4.3 % more bytes, in 541 kernels, not 515 (`benchmarks/gpu_work.py`) |
+| `gradient_epilogue` | the gradient of a GPT-2 in bfloat16 on an H200 (two blocks) \
+moves 0.8 % more bytes, in 257 kernels, not 241 |
 | `tanh_slope` | the importances of four layers of `tanh` are 8 to 990 times as high |
 | `weighted_mean` | linear attention has a noise of 5.1, not 0.4 |
 """
