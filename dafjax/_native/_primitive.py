@@ -463,9 +463,12 @@ def batch_size(operands: Sequence[Array], axes: Sequence[int | None]) -> int:
 def can_pass_through(x: Array) -> bool:
     """Tells whether a custom call takes a value: no PRNG key, token, int2 or int4."""
     dtype = getattr(jax.typeof(x), "dtype", None)
-    if dtype is None or dtype == jax.dtypes.float0:
-        return False
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
+    return dtype is not None and _has_numbers(dtype)
+
+
+@functools.cache
+def _has_numbers(dtype: Any) -> bool:
+    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
     has_kind = any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, np.number))
     return has_kind and "int2" not in dtype.name and "int4" not in dtype.name
