@@ -530,3 +530,20 @@ def test_a_resnet_needs_a_quarter(device):
         program = workload.compile(sharding=one_device(GPUS[device]))
         nbytes[method] = temp_of(program)
     assert nbytes["compress"] < 0.25 * nbytes["save_all"]
+
+
+@pytest.mark.slow
+def test_the_cotangent_of_a_batch_norm_is_read_once(monkeypatch):
+    """Without the pass, a sum for the bias and another one for the mean read it."""
+
+    def work():
+        jax.clear_caches()
+        step = training.Workload(make_method("compress", bits=2), batch=64, width=16)
+        return work_of(step.compile(sharding=one_device(GPUS[HERE])).as_text())
+
+    once = work()
+    left = tuple(item for item in PASSES if item.name != "factor_sums")
+    monkeypatch.setattr(pipeline, "PASSES", left)
+    twice = work()
+    assert once.kernels < twice.kernels
+    assert once.moved_nbytes < 0.98 * twice.moved_nbytes
