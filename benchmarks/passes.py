@@ -1,4 +1,4 @@
-"""What each pass is worth: bytes, noise and time of eight workloads without it.
+"""The worth of each pass: bytes, noise and time of eight workloads without it.
 
 A pass that changes nothing anywhere should go. The table of `docs/passes.md` is made of
 the result.
@@ -283,8 +283,8 @@ A pass rewrites a program before anything is decided about its residuals.
 `dafjax.explain(loss, *args, stage="passes")` shows the lines that each one changes.
 """
 
-_MEANING = """What each is worth: figures of the compiled gradient without the pass,
-over those with all passes, at 2 bits. *Temp* is temporary memory, *saved* the bytes of
+_MEANING = """The table has figures of the compiled gradient without one pass, over
+those with all passes, at 2 bits. *Temp* is temporary memory, *saved* the bytes of
 all residuals, *noise* the 95th percentile over parameter arrays. `=`: less than 0.5 %
 (noise 3 %, time 5 %). `python -m benchmarks.passes` writes this page (commit {commit},
 CPU).

@@ -522,7 +522,7 @@ def test_measured_bits_add_little_to_a_program():
     assert kernels < 2.5 * of_fixed
 
 
-@pytest.mark.parametrize("device", ["H200", slow("Orin"), slow("Thor")])
+@pytest.mark.parametrize("device", [HERE, slow("Orin"), slow("Thor")])
 def test_a_resnet_needs_a_quarter(device):
     nbytes = {}
     for method in ("save_all", "compress"):

@@ -1,4 +1,4 @@
-"""Programs of a batch of one without its axis, and chunks of what follows it."""
+"""Programs of a batch of one without its axis, and chunks of the next axis."""
 
 import functools
 

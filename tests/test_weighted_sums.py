@@ -94,7 +94,7 @@ def test_a_sum_may_have_many_terms():
 
 
 def test_products_in_a_chain_are_neither_too_large_nor_too_small():
-    """Though those of all small, or of all large weights would be."""
+    """Small weights alone would underflow, large ones alone overflow."""
     sums, number = WeightedSums(), ONE
     for _ in range(8):
         for weight in (Weight(1.0, 1, 1), Weight(1.0, divisor=1), Weight(2.0, 2)):
