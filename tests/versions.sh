@@ -34,7 +34,7 @@ find_python() {  # version
 }
 
 python_for() {  # jax
-  case $1 in 0.11.*) echo 3.12 ;; *) echo 3.11 ;; esac
+  case $1 in 0.1[12].*) echo 3.12 ;; *) echo 3.11 ;; esac
 }
 
 ignore=

@@ -155,8 +155,15 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **_: Static) -> list[A
     ]
 
 
-def _without_unused(used: list[bool], equation: JaxprEqn) -> tuple[list[bool], Any]:
-    """Drops unused results of a barrier, as far as they are droppable."""
+def _without_unused(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Drops unused results of a barrier, as far as they are droppable.
+
+    Args:
+        used: Which results are used.
+        *rest: The equation. Since JAX 0.12, before it: which operands are references
+            that are read later. A barrier takes no references.
+    """
+    equation: JaxprEqn = rest[-1]
     if not any(used):
         return [False] * len(used), None
     droppable = equation.params["num_droppable"]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import pathlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
@@ -18,7 +19,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
 from dafjax._native import summing_rows, tie
-from dafjax._trace.rules import Error, OpRule, rule_of
+from dafjax._trace.rules import READ_AS_PRIMITIVES, Error, OpRule, rule_of
 
 
 @final
@@ -33,6 +34,21 @@ _CALLS = ("jit", "pjit")
 
 # A value is given by its index in `Graph.avals`.
 Atom: TypeAlias = int | Constant
+
+
+def function_of_jax(eqn: jex_core.JaxprEqn) -> str | None:
+    """Returns the name of a called function of `READ_AS_PRIMITIVES`; `None` if other.
+
+    A function of the user may have the same name.
+    """
+    if eqn.primitive.name != "custom_jvp_call":
+        return None
+    info = with_constants(eqn.params["call_jaxpr"]).jaxpr.debug_info
+    folders = pathlib.PurePath(info.func_filename or "").parts[:-1]
+    is_of_jax = "_src" in folders and folders[folders.index("_src") - 1] == "jax"
+    return (
+        info.func_name if is_of_jax and info.func_name in READ_AS_PRIMITIVES else None
+    )
 
 
 @final
@@ -57,7 +73,8 @@ class Equation:
     def primitive(self) -> str:
         """The primitive's name, for example `"conv_general_dilated"`.
 
-        For an equation from `call_equation`, the name of the function. A first power is
+        For an equation from `call_equation`, or a call of `READ_AS_PRIMITIVES`, the
+        name of the function. A first power is
         a `"copy"` (jax 0.9 writes the derivative of a square with one).
         """
         name = self.jax_primitive
@@ -65,7 +82,9 @@ class Equation:
             return "copy"
         if name == "dot_general" and _num_terms(self.jaxpr.eqns[0]) == 1:
             return "outer_product"
-        return self.params["name"] if name in _CALLS else name
+        if name in _CALLS:
+            return self.params["name"]
+        return function_of_jax(self.jaxpr.eqns[0]) or name
 
     @property
     def jax_primitive(self) -> str:

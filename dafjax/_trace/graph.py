@@ -22,7 +22,14 @@ from jax._src.interpreters.partial_eval import Offloadable, RecomputeType, Savea
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive
 
-from dafjax._trace.equation import Atom, Constant, Equation, values_of, with_constants
+from dafjax._trace.equation import (
+    Atom,
+    Constant,
+    Equation,
+    function_of_jax,
+    values_of,
+    with_constants,
+)
 
 
 # Calls whose body is spliced into the caller.
@@ -266,9 +273,10 @@ class _Builder:
         """Returns the body to splice in place of a call, or `None` if it is no call."""
         name = eqn.primitive.name
         body = eqn.params.get((CALLS | RULED_CALLS).get(name, ""))
-        if body is not None:
-            body = with_constants(body)
-        is_opened = self._opens_wrapped and body is not None and is_wrapped(body)
+        if body is None or function_of_jax(eqn) is not None:
+            return None
+        body = with_constants(body)
+        is_opened = self._opens_wrapped and is_wrapped(body)
         return body if name in self._inlined or is_opened else None
 
 

@@ -365,6 +365,7 @@ OPS: Mapping[str, OpRule] = {
     "cos": _SERIES,
     "erf": _row(_SERIES, least=-1, limit=4.0),
     "erfc": _row(_SERIES, least=0, ends=Ends.YES),
+    "exp_neg_sq": _row(_SERIES, least=0, limit=10.5, ends=Ends.YES),
     # `Equation.error` knows that a negative power has a pole.
     "integer_pow": _row(_SMOOTH, ends=Ends.YES),
     # No limit: it goes to 0, and its logarithm goes on.
@@ -373,6 +374,7 @@ OPS: Mapping[str, OpRule] = {
     "min": _row(_SMOOTH, degree=1, ends=Ends.YES),
     "sin": _SERIES,
     "square": _row(_SMOOTH, least=0, degree=2, ends=Ends.YES),
+    "polynomial": _row(_SMOOTH, linear_in=_REST),
     "tanh": _row(_SERIES, least=-1, limit=9.5),
     # With a pole, or an edge of infinite slope.
     "atan2": _CONTINUOUS,
@@ -601,21 +603,38 @@ WITHOUT_ROW = frozenset(
         *("inspect_sharding", "io_callback", "iota_2x32_shape", "jit"),
         *("layout_constraint", "linear_call", "lu_pivots_to_permutation"),
         *("new_ref", "ormqr", "pbroadcast_done"),
-        *("pbroadcast_start", "pjit", "platform_index", "pmax", "pmin", "polygamma"),
+        *(
+            "pbroadcast_dynamic",
+            "pbroadcast_start",
+            "pjit",
+            "platform_index",
+            "pmax",
+            "pmin",
+            "polygamma",
+        ),
         *("ppermute", "ppermute_done", "ppermute_start", "precv", "preduced", "psend"),
         *("psum", "psum_done", "psum_invariant", "psum_invariant_start", "psum_start"),
         *("pure_callback", "ragged_all_to_all", "random_gamma", "reduce"),
         *("reduce_scatter", "reduce_scatter_done", "reduce_scatter_start"),
-        *("reduce_window", "reduced_vary_cast_p"),
-        *("regularized_incomplete_beta", "remat2", "remat_opt", "rng_uniform"),
+        *("reduce_window", "reduced_vary_cast", "reduced_vary_cast_p"),
+        *("regularized_incomplete_beta", "relayout", "remat2", "remat_opt"),
+        "rng_uniform",
         *("scaled_dot", "scan", "schur", "select_and_scatter", "shard_map", "stage"),
         *("symmetric_product", "tie", "to_edtype"),
-        *("tridiagonal", "unreachable", "unreduced_psum"),
+        *("tridiagonal", "unreachable", "unreduced_pmax", "unreduced_pmin"),
+        "unreduced_psum",
         *("unreduced_psum_start", "unreduced_reduce_scatter"),
-        *("unreduced_reduce_scatter_start", "vary_unreduced_cast_p", "while"),
+        *("unreduced_reduce_scatter_start", "vary_unreduced_cast"),
+        *("vary_unreduced_cast_p", "while"),
         *("zeros_like", "zeta"),
     ]
 )
+
+
+# Functions of JAX with a derivative rule that are read as primitives, not inlined.
+# `exp_neg_sq` is the slope of `erf` since JAX 0.12. It splits a number by its bits, and
+# bits of a number that is decoded from codes are not those of the exact number.
+READ_AS_PRIMITIVES = frozenset({"exp_neg_sq"})
 
 
 def rule_of(primitive: str) -> OpRule:
