@@ -69,7 +69,7 @@ test-all-gpu-programs: $(GPU_PLUGIN)/installed
 test-versions:
 	sh tests/versions.sh
 
-# What depends on JAX, on jax 0.11.2 (without Python 3.12: on 0.9.2).
+# What depends on JAX, on jax 0.12.0.1 (without Python 3.12: on 0.9.2).
 test-other-version:
 	sh tests/versions.sh --part
 

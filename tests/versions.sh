@@ -5,7 +5,7 @@
 #   sh tests/versions.sh                 the suite on every supported minor version
 #   sh tests/versions.sh 0.9.2 0.11.2    on these
 #   sh tests/versions.sh --part          what depends on JAX, on one version beside that
-#                                        of `make test`: 0.11.2, or 0.9.2 if there is no
+#                                        of `make test`: 0.12.0.1, or 0.9.2 if there is no
 #                                        Python 3.12 to run it
 #   sh tests/versions.sh --part 0.9.2    the same on this one
 set -eu
@@ -47,16 +47,16 @@ if [ "${1-}" = --part ]; then
     ignore="$ignore --ignore=tests/$name"
   done
   if [ $# = 0 ]; then
-    set -- 0.11.2
-    if [ -z "$(find_python "$(python_for 0.11.2)")" ]; then
-      echo "WARNING: no Python 3.12 for jax 0.11.2: jax 0.9.2 is tested instead." >&2
+    set -- 0.12.0.1
+    if [ -z "$(find_python "$(python_for 0.12.0.1)")" ]; then
+      echo "WARNING: no Python 3.12 for jax 0.12.0.1: jax 0.9.2 is tested instead." >&2
       set -- 0.9.2
     fi
   fi
 fi
 
 failed=
-for jax in ${*:-0.9.2 0.10.2 0.11.2}; do
+for jax in ${*:-0.9.2 0.10.2 0.11.2 0.12.0.1}; do
   version=$(python_for "$jax")
   python=$(find_python "$version")
   if [ -z "$python" ]; then
