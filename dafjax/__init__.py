@@ -17,6 +17,7 @@ from dafjax._assess import (
 )
 from dafjax._bits import (
     AverageBits as AverageBits,
+    BatchNoise as BatchNoise,
     Bits as Bits,
     Budget as Budget,
     NoiseCeiling as NoiseCeiling,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias, final
 
-from dafjax._bits import Budget, Target
+from dafjax._bits import BatchNoise, Budget, Target
 from dafjax._contexts import BitsInForce
 from dafjax._native import LEDGER_NOTE, make_ledger, pool_hash
 from dafjax._trace.tracing import ClosedJaxpr, count_live
@@ -30,12 +30,38 @@ def as_planned(name: str) -> BitsInForce:
 
 
 @final
+class BatchLedger:
+    """What programs that measure the noise of batches report.
+
+    Attributes:
+        hash: Hash of its name.
+    """
+
+    def __init__(self, program: str) -> None:
+        name = f"{program}, batches"
+        self.hash = pool_hash(name)
+        self._ledger = make_ledger(name, [])
+        self._num_calls = 0
+
+    def count(self) -> None:
+        """Counts a call that measures."""
+        self._num_calls += 1
+
+    def take(self) -> float:
+        """Returns the mean variance of a call since the last time, and resets it."""
+        total, self._num_calls = self._num_calls, 0
+        variance = self._ledger.take()["gradient_energy"]
+        return variance / total if total else 0.0
+
+
+@final
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdaptiveBits:
     """The bits of one program, and facts about its residuals.
 
     Attributes:
         ledger: Accumulator of the measurements of its backward passes.
+        of_batches: Another one, of the noise of batches; `None` if no target needs it.
         facts: Facts about each residual (site), by the hash of its name.
         demands: Sizes and limits of each residual, by the same hash.
         targets: The residuals of each target.
@@ -44,6 +70,7 @@ class AdaptiveBits:
     """
 
     ledger: Any
+    of_batches: "BatchLedger | None"
     facts: Mapping[int, SiteFacts]
     demands: Mapping[int, Demand]
     targets: tuple[tuple[Target, tuple[int, ...]], ...]
@@ -83,7 +110,9 @@ class AdaptiveBits:
             bits |= first
             targets.append((target, tuple(of_target)))
         ledger = make_ledger(name, list(facts))
-        new = cls(ledger, facts, demands, tuple(targets), bits, planned)
+        needs_batches = any(isinstance(target, BatchNoise) for target, _ in targets)
+        of_batches = BatchLedger(name) if needs_batches else None
+        new = cls(ledger, of_batches, facts, demands, tuple(targets), bits, planned)
         return new.replaced(bits) if new._differing(found) else new
 
     @property
@@ -113,10 +142,17 @@ class AdaptiveBits:
                 "call in it."
             )
 
-    def better(self) -> "AdaptiveBits | None":
-        """Returns bits that are worth another program, given the measurements."""
+    def better(self, num_calls: int) -> "AdaptiveBits | None":
+        """Returns bits that are worth another program, given the measurements.
+
+        Args:
+            num_calls: How many calls have measured importances since the last time.
+        """
         taken = self.ledger.take()
-        measured = Measured(taken["importances"], taken["gradient_energy"])
+        of_batch = 0.0 if self.of_batches is None else self.of_batches.take()
+        measured = Measured(
+            taken["importances"], taken["gradient_energy"], num_calls * of_batch
+        )
         changed: BitsBySite = {}
         for target, sites in self.targets:
             demands = {site: self.demands[site] for site in sites}

@@ -165,13 +165,14 @@ PRESETS: Mapping[str, Bits] = {
 }
 
 
-def as_bits(bits: Any, name: str) -> Bits:
+def as_bits(bits: Any, name: str, *, others: Sequence[str] = ()) -> Bits:
     """Returns the user's argument `bits` as `Bits`.
 
     Args:
         bits: A number, the name of a preset, a mapping from patterns to bits, or
             `Bits`.
         name: Name of the argument in errors.
+        others: Strings beside the presets that the caller accepts.
 
     Raises:
         TypeError: `bits` is none of these.
@@ -184,8 +185,8 @@ def as_bits(bits: Any, name: str) -> Bits:
     if isinstance(bits, str):
         if bits not in PRESETS:
             raise ValueError(
-                f"`{name}` must be one of {tuple(PRESETS)} if it is a string, but got "
-                f"{bits!r}."
+                f"`{name}` must be one of {(*PRESETS, *others)} if it is a string, but "
+                f"got {bits!r}."
             )
         return PRESETS[bits]
     if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)):
@@ -309,7 +310,44 @@ class NoiseCeiling:
         object.__setattr__(self, "relative", relative)
 
 
-Target: TypeAlias = AverageBits | Budget | NoiseCeiling
+@final
+@dataclasses.dataclass(frozen=True)
+class BatchNoise:
+    """As few bits as keep the gradient's noise a small share of the batch's own noise.
+
+    A gradient of a batch is a sample of the gradient of all examples. It has a variance
+    that training copes with anyway; what rounding adds is a share of it. `dafjax.jit`
+    measures both: before some steps it computes exact gradients of two halves of the
+    batch, whose difference tells the variance. All residuals begin with 8 bits.
+    `remat_compress(bits="auto")` stands for `BatchNoise()`.
+
+    Attributes:
+        share: The most variance by rounding, over the variance of the batch's gradient;
+            above 0. With a tenth, the noise of a step grows by 5 %.
+        in_axes: For each positional argument, the axis that holds the examples, as in
+            `dafjax.accumulate`. `None`: they are found as there.
+
+    Raises:
+        TypeError: `share` is not a number.
+        ValueError: `share` is out of range.
+
+    Example:
+        >>> import dafjax
+        >>> dafjax.BatchNoise(0.2)
+        BatchNoise(share=0.2, in_axes=None)
+    """
+
+    share: float = 0.1
+    in_axes: Any = None
+
+    def __post_init__(self) -> None:
+        share = as_real("BatchNoise(share=...)", self.share, lowest=1e-12, highest=1e12)
+        object.__setattr__(self, "share", share)
+
+
+Target: TypeAlias = AverageBits | Budget | NoiseCeiling | BatchNoise
+TARGETS = (AverageBits, Budget, NoiseCeiling, BatchNoise)
+AUTO = "auto"
 
 
 def as_number(target: Target | None) -> tuple[str, float]:

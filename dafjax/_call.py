@@ -381,8 +381,22 @@ def is_key(x: Any) -> bool:
     return x.dtype == jnp.uint32 and tuple(x.shape[-1:]) in ((2,), (4,))
 
 
+def folded(key: Any, number: Any) -> Any:
+    """Returns keys for a part of a batch; there may be many, typed or not."""
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    fold = jax.random.fold_in
+    for _ in range(key.ndim - (not is_typed)):
+        fold = jax.vmap(fold, (0, None))
+    return fold(key, number)
+
+
 def find_examples(
-    fun: Callable[..., Any], args: Any, kwargs: Any, in_axes: Any
+    fun: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    in_axes: Any,
+    *,
+    option: str = "accumulate",
 ) -> Arguments:
     """Returns the arguments of a call, with the axes that hold examples.
 
@@ -390,24 +404,25 @@ def find_examples(
         fun: The function, for errors.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        in_axes: The user's option of `accumulate`.
+        in_axes: The user's option of that name.
+        option: Whose option it is, for errors.
 
     Raises:
         TypeError: An axis is no integer.
         ValueError: An axis is out of range, or no number of examples is common to all.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
-    axes = _given_axes(args, kwargs, in_axes)
+    axes = _given_axes(args, kwargs, in_axes, option)
     pairs = [(x, axis) for x, axis in zip(leaves, axes, strict=True) if _is_array(x)]
     sizes = {x.shape[axis] for x, axis in pairs if axis is not None}
     if len(sizes) != 1:
-        raise _no_batch(fun, args, kwargs, axes)
+        raise _no_batch(fun, args, kwargs, axes, option)
     return Arguments(
         structure, tuple(leaves), tuple(axis for _, axis in pairs), sizes.pop()
     )
 
 
-def _given_axes(args: Any, kwargs: Any, in_axes: Any) -> list[_Axis]:
+def _given_axes(args: Any, kwargs: Any, in_axes: Any, option: str) -> list[_Axis]:
     """Returns the axis of examples of each leaf of the arguments."""
     if in_axes is None:
         of_args = [None, *map(_guessed_axes, args[1:])]
@@ -417,16 +432,16 @@ def _given_axes(args: Any, kwargs: Any, in_axes: Any) -> list[_Axis]:
         of_args = list(in_axes)
     if len(of_args) != len(args):
         raise ValueError(
-            "`accumulate(in_axes=...)` must have one entry for each positional "
+            f"`{option}(in_axes=...)` must have one entry for each positional "
             f"argument, but got {len(of_args)} entries, `{in_axes!r}`, for "
             f"{len(args)} arguments."
         )
     of_kwargs = {name: _guessed_axes(x) for name, x in kwargs.items()}
     axes: list[_Axis] = []
     for axis, argument in zip(of_args, args, strict=True):
-        axes.extend(_axes_of_leaves(axis, argument))
+        axes.extend(_axes_of_leaves(axis, argument, option))
     for name in sorted(kwargs):
-        axes.extend(_axes_of_leaves(of_kwargs[name], kwargs[name]))
+        axes.extend(_axes_of_leaves(of_kwargs[name], kwargs[name], option))
     return axes
 
 
@@ -444,38 +459,43 @@ def _guessed_axes(argument: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(argument), axes)
 
 
-def _axes_of_leaves(axes: Any, argument: Any) -> list[_Axis]:
+def _axes_of_leaves(axes: Any, argument: Any, option: str) -> list[_Axis]:
     """Returns the axis of each leaf, given a pytree of axes that is a prefix."""
     try:
         spread = jax.tree.broadcast(axes, argument, is_leaf=lambda axis: axis is None)
     except ValueError as error:
         raise ValueError(
-            f"`accumulate(in_axes=...)`: `{axes!r}` does not fit an argument of the "
+            f"`{option}(in_axes=...)`: `{axes!r}` does not fit an argument of the "
             f"structure {jax.tree.structure(argument)}. Give `None`, an axis, or a "
             "pytree of these with the argument's structure."
         ) from error
     of_leaves = jax.tree.structure(argument).flatten_up_to(spread)
-    return list(map(_axis_of_leaf, of_leaves, jax.tree.leaves(argument)))
+    leaves = jax.tree.leaves(argument)
+    return list(map(_axis_of_leaf, of_leaves, leaves, itertools.repeat(option)))
 
 
-def _axis_of_leaf(axis: Any, leaf: Any) -> _Axis:
+def _axis_of_leaf(axis: Any, leaf: Any, option: str) -> _Axis:
     if axis is None or not _is_array(leaf):
         return None
     if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
         raise TypeError(
-            f"`accumulate(in_axes=...)` must hold integers and `None`, but got "
+            f"`{option}(in_axes=...)` must hold integers and `None`, but got "
             f"`{axis!r}`."
         )
     if not -leaf.ndim <= axis < leaf.ndim:
         raise ValueError(
-            f"`accumulate(in_axes=...)` names the axis {axis} of an array of shape "
+            f"`{option}(in_axes=...)` names the axis {axis} of an array of shape "
             f"{leaf.shape}."
         )
     return axis % leaf.ndim
 
 
 def _no_batch(
-    fun: Callable[..., Any], args: Any, kwargs: Any, axes: Sequence[_Axis]
+    fun: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    axes: Sequence[_Axis],
+    option: str,
 ) -> ValueError:
     found = [
         f"{name_of_path(path)}: {x.shape}"
@@ -486,7 +506,7 @@ def _no_batch(
     ]
     listed = ", ".join(found) or "none"
     return ValueError(
-        f"`accumulate`: the arguments of `{name_of_function(fun)}` that hold "
+        f"`{option}`: the arguments of `{name_of_function(fun)}` that hold "
         f"examples must have one number of examples, but there are {listed}. Say which "
         "axes hold examples: `in_axes=(None, 0)` splits the second of two arguments."
     )

@@ -255,3 +255,23 @@ _IN_FORCE: Any = jax.make_user_context(None)
 def bits_in_force() -> BitsInForce | None:
     """Returns the bits allocated for the program being traced, if any."""
     return _IN_FORCE.value
+
+
+@contextlib.contextmanager
+def measuring_batches(ledger: int) -> Iterator[None]:
+    """Makes functions with the target `BatchNoise` measure it within a `with` block.
+
+    Args:
+        ledger: Hash of the name of the ledger that they report to.
+    """
+    with _BATCH_LEDGER(ledger):
+        yield
+
+
+# Unlike a `contextvars.ContextVar`, it is part of the keys of JAX's caches.
+_BATCH_LEDGER: Any = jax.make_user_context(None)
+
+
+def batch_ledger() -> int | None:
+    """Returns the ledger that measures the noise of batches, if there is one."""
+    return _BATCH_LEDGER.value

@@ -19,6 +19,7 @@ from dafjax._contexts import (
     Choice,
     choosing,
     current_stand_in,
+    measuring_batches,
     putting_in_force,
 )
 from dafjax._numbers import as_count, parse_nbytes, readable
@@ -62,7 +63,7 @@ def jit(
     differ, it names none.)
 
     Bits adapt to measurements where functions are wrapped with a target, as in
-    `remat_compress(bits=dafjax.AverageBits(...))`, `Budget` or `NoiseCeiling`, and with
+    `remat_compress(bits="auto")`, `AverageBits`, `Budget` or `NoiseCeiling`, and with
     a store whose bits are part of the compiled program: `dafjax.stores.Arrays()`, the
     default, or `Host()`. (A `dafjax.stores.PagePool` changes bits by itself, and needs
     only `jax.jit`.) The program measures how much the rounding of each residual
@@ -75,7 +76,9 @@ def jit(
       bits.
     - Without a limit, options stay as they are, and bits follow the targets. The first
       program has the same bits for all residuals, as many as the target allows; for a
-      noise ceiling it has the most. Functions wrapped with equal targets share one.
+      share of noise it has the most. For `"auto"`, a few calls also compute exact
+      gradients of halves of the batch, in another program. Functions wrapped with equal
+      targets share one.
       Residuals that enter gradients through an exponential have 8 bits, as always, and
       these count in the target. If less than 1 bit is left for the others, the call
       raises a `ValueError`. Other nonlinear uses have at least 2 bits, as far as the
@@ -153,6 +156,7 @@ class _Program:
         report: The choice and its reasons, if there is a limit.
         adaptive: The bits that adapt, if some do.
         num_calls: How often it was called.
+        num_noted: How many calls have noted importances since they were last read.
         num_compiles: How many programs with other bits there were.
         last: A small result of the last call before measurements are read.
     """
@@ -162,6 +166,7 @@ class _Program:
     report: JitReport | None = None
     adaptive: AdaptiveBits | None = None
     num_calls: int = 0
+    num_noted: int = 0
     num_compiles: int = 1
     last: jax.Array | None = None
 
@@ -171,6 +176,21 @@ class _Program:
         bits = self.planned if self.adaptive is None else self.adaptive.in_force
         with choosing(self.choice), putting_in_force(bits):
             yield
+
+    def measures_batch(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for a call, which measures the noise of its batch or not.
+
+        It does in the two calls, later four, before measurements are read.
+        """
+        of_batches = None if self.adaptive is None else self.adaptive.of_batches
+        few = _BATCHES if self.num_calls > _BATCHES**2 else _BATCHES // 2
+        ahead = range(self.num_calls + 1, self.num_calls + 1 + few)
+        is_due = self.num_calls > _BATCHES and any(map(_is_reading, ahead))
+        if of_batches is None or not is_due:
+            self.num_noted += 1
+            return contextlib.nullcontext()
+        of_batches.count()
+        return measuring_batches(of_batches.hash)
 
     def wait(self) -> None:
         """Waits for the measurements of the last call."""
@@ -214,7 +234,8 @@ class Jit:
             program.num_calls += 1
             if _is_reading(program.num_calls):
                 self._adapt(program, args, kwargs)
-        with program.in_force(), jax.disable_jit(False):
+            measures = program.measures_batch()
+        with measures, program.in_force(), jax.disable_jit(False):
             results = self._jitted(*args, **kwargs)
         if program.adaptive is not None and _is_reading(program.num_calls + 1):
             arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
@@ -338,7 +359,8 @@ class Jit:
         if program.adaptive is None:
             return
         program.wait()
-        better = program.adaptive.better()
+        better = program.adaptive.better(program.num_noted)
+        program.num_noted = 0
         if better is None or program.num_compiles >= self._most_compiles:
             return
         other = dataclasses.replace(program, adaptive=better)
@@ -404,5 +426,8 @@ def _is_reading(call: int) -> bool:
     """
     return call >= 2 and call.bit_count() == 1 and call.bit_length() % 2 == 0
 
+
+# Calls that measure the noise of a batch before measurements are read, at most.
+_BATCHES = 4
 
 _NUMBERS = itertools.count()

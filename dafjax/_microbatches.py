@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dafjax._call import folded
 from dafjax._contexts import Transform
 from dafjax._numbers import Array, sum_dtype
 from dafjax._trace.bodies import perturbed_values_of
@@ -161,7 +162,7 @@ class Microbatches:
     def _input_of(self, argument: int, x: Array, number: Array) -> Array:
         status = self._status(argument)
         if argument in self.examples.drawn:
-            return _folded(x, number)
+            return folded(x, number)
         if not status.has_rows:
             return x
         shape = list(x.shape)
@@ -312,12 +313,3 @@ def _with_numbers_of_batch(part: Equation, whole: Equation | None) -> Equation:
     if whole is None or not part.rule.is_elementwise:
         return part
     return with_literals_of(part, whole)
-
-
-def _folded(key: Array, number: Array) -> Array:
-    """Returns keys for a microbatch; `key` may be an array of keys, typed or not."""
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    fold = jax.random.fold_in
-    for _ in range(key.ndim - (not is_typed)):
-        fold = jax.vmap(fold, (0, None))
-    return fold(key, number)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import final
 
-from dafjax._bits import Bits
+from dafjax._bits import BatchNoise, Bits
 from dafjax._contexts import Mode
 from dafjax._passes.pipeline import NAMES
 from dafjax._schedule.steps import Ties
@@ -41,6 +41,12 @@ class Options:
         if self.mode is Mode.EXACT:
             return SaveAll()
         return CompressExpensive() if self.own_policy is None else self.own_policy
+
+    @property
+    def batch_noise(self) -> BatchNoise | None:
+        """The target of bits, if it is a share of the batch's noise."""
+        target = self.store.target if isinstance(self.store, Adaptive) else None
+        return target if isinstance(target, BatchNoise) else None
 
     @property
     def without_passes(self) -> tuple[str, ...]:

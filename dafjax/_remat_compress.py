@@ -14,12 +14,13 @@ import numpy as np
 from jax.api_util import debug_info
 from jax.core import Tracer
 
+from dafjax._batch_noise import measuring
 from dafjax._bits import (
+    AUTO,
+    TARGETS,
     AnyBits,
-    AverageBits,
+    BatchNoise,
     Bits,
-    Budget,
-    NoiseCeiling,
     Target,
     as_bits,
     matches,
@@ -29,6 +30,7 @@ from dafjax._call import (
     bind,
     explained_concretization,
     explained_forward_mode,
+    find_examples,
     positional_parameters,
     positions,
     run,
@@ -37,6 +39,7 @@ from dafjax._call import (
 from dafjax._contexts import (
     Choice,
     Mode,
+    batch_ledger,
     current_choice,
     current_stand_in,
     current_wraps,
@@ -104,8 +107,9 @@ def remat_compress(
             nonlinearly get twice as many, and so do residuals that are small beside the
             others. Alternatives are a preset: `"safe"` (4, 8), `"balanced"` (2, 4; the
             default) or `"tight"` (2, 2); bits by name, such as `{"attention*": 4}`; or
-            `dafjax.Bits(...)`, which explains them. A target
-            (`dafjax.AverageBits(...)`, `dafjax.Budget(...)` or
+            `dafjax.Bits(...)`, which explains them. `"auto"`: as few as keep the noise
+            of rounding at a tenth of that of the batch (`dafjax.BatchNoise`). A target
+            (this, `dafjax.AverageBits(...)`, `dafjax.Budget(...)` or
             `dafjax.NoiseCeiling(...)`) allocates bits while the program runs: in a
             `dafjax.stores.PagePool` or, with other stores, by `dafjax.jit`.
             `None` turns dafjax off: `fun` is returned as it is, gradients included.
@@ -188,7 +192,9 @@ def remat_compress(
         )
     checked_store = _checked_store(store)
     mode = _checked_mode(rematerialize)
-    if isinstance(bits, (AverageBits, Budget, NoiseCeiling)):
+    if isinstance(bits, str) and bits == AUTO:
+        bits = BatchNoise()
+    if isinstance(bits, TARGETS):
         checked_store = checked_store.allocate_for(bits)
         # These bits hold until others are allocated, and tell which uses need more.
         bits = Bits()
@@ -201,7 +207,9 @@ def remat_compress(
         )
     options = Options(
         own_policy=_checked_policy(policy),
-        bits=Bits() if bits is None else as_bits(bits, "remat_compress(bits=...)"),
+        bits=Bits()
+        if bits is None
+        else as_bits(bits, "remat_compress(bits=...)", others=[AUTO]),
         store=checked_store,
         ties=Ties(),
         mode=mode,
@@ -243,6 +251,15 @@ def _wrap(
         seed=seed,
     )
 
+    def exactly() -> Callable[..., Any]:
+        return _wrap(
+            fun,
+            choose(options, Mode.EXACT, options.bits)[0],
+            static=static,
+            activation_argnums=activation_argnums,
+            seed=seed,
+        )
+
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         call = bind(fun, parameters, static, args, kwargs)
@@ -251,6 +268,13 @@ def _wrap(
         if stand_in is not None:
             return stand_in(_of_leaves(fun, call.static, structure, leaves), leaves)
         outer = outer_mode()
+        ledger = batch_ledger()
+        target = options.batch_noise
+        if ledger is not None and outer is None and target is not None:
+            arguments = find_examples(
+                fun, args, kwargs, target.in_axes, option="BatchNoise"
+            )
+            return measuring(fun, exactly(), arguments, ledger)
         wraps = current_wraps()
         chosen = _chosen(fun, options, current_choice(), is_outermost=outer is None)
         opens = wraps is not None and wraps.opens

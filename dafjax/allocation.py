@@ -33,6 +33,7 @@ from typing import TypeAlias, final
 from dafjax._bits import (
     LADDER as LADDER,
     AverageBits,
+    BatchNoise,
     Budget,
     NoiseCeiling,
     Target,
@@ -250,10 +251,18 @@ class Measured:
         importances: By residual, the variance of the gradient if this residual alone
             has 1 bit; 0 if unknown.
         gradient_energy: The squared norm of the gradient.
+        batch_variance: The variance of the gradient as that of a batch; 0 if unknown.
     """
 
     importances: Mapping[int, float]
     gradient_energy: float
+    batch_variance: float = 0.0
+
+    def ceiling(self, target: NoiseCeiling | BatchNoise) -> float:
+        """Returns the most variance that a target allows; 0 if it is unknown."""
+        if isinstance(target, BatchNoise):
+            return target.share * self.batch_variance
+        return target.relative * self.gradient_energy
 
 
 # Keyed by the hash of the residual's name, in program order.
@@ -281,7 +290,7 @@ def first_bits(target: Target, demands: Demands) -> BitsBySite:
     """
     # Assumes that all elements are equally important.
     sites = _sites(demands, {s: float(d.num_elements) for s, d in demands.items()})
-    if isinstance(target, NoiseCeiling):
+    if isinstance(target, (NoiseCeiling, BatchNoise)):
         return _by_site(demands, [site.maximum for site in sites])
     budget = _budget(target, demands)
     fewest = [_ALL if site.minimum == _ALL else LADDER[0] for site in sites]
@@ -320,8 +329,8 @@ def better_bits(
         return None
     sites = _sites(demands, importances)
     before = [now[site] for site in demands]
-    if isinstance(target, NoiseCeiling):
-        ceiling = target.relative * measured.gradient_energy
+    if isinstance(target, (NoiseCeiling, BatchNoise)):
+        ceiling = measured.ceiling(target)
         if ceiling <= 0:
             return None
         after = allocate_to_variance(sites, ceiling / (1 + HYSTERESIS))

@@ -145,9 +145,10 @@ def _make_compress(options: MethodOptions) -> Method:
             return steps[-1]
 
         watch = functools.partial(_watch_steps, steps)
-    if bits == "auto":
-        budget = options.budget
-        bits = dafjax.AverageBits(2) if budget is None else dafjax.Budget(budget)
+    if bits == "auto" and options.budget is not None:
+        bits = dafjax.Budget(options.budget)
+    elif bits == "auto" and not adapts:
+        bits = dafjax.AverageBits(2)
     policies = {"default": None, "save-all": dafjax.policies.SaveAll()}
     if options.policy == "nearest":
         if options.bits == "auto":

@@ -192,6 +192,10 @@ REALS = {
     "AverageBits": (
         lambda x: dafjax.AverageBits(x).bits, "AverageBits(bits=...)", (0, 0.99, 8.01)
     ),
+    "BatchNoise": (
+        lambda x: dafjax.BatchNoise(x).share,
+        "BatchNoise(share=...)", (0, -0.5, 1e13, math.inf),
+    ),
     "NoiseCeiling": (
         lambda x: dafjax.NoiseCeiling(x).relative,
         "NoiseCeiling(relative=...)", (0, -0.5, 1e13, math.inf),

@@ -26,6 +26,7 @@ def test_the_top_level_has_these_names():
         "ArrayNoise",
         "Assessment",
         "AverageBits",
+        "BatchNoise",
         "Bits",
         "Budget",
         "CudaStatus",

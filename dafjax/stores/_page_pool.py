@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dafjax._bits import LADDER, AverageBits, Budget, NoiseCeiling, Target, as_number
+from dafjax._bits import (
+    LADDER,
+    AverageBits,
+    BatchNoise,
+    Budget,
+    NoiseCeiling,
+    Target,
+    as_number,
+)
 from dafjax._native import (
     StaleHandle,
     make_pool,
@@ -287,6 +295,13 @@ class PagePool(AbstractStore):
 
     @target.setter
     def target(self, target: Target | None) -> None:
+        if isinstance(target, BatchNoise):
+            raise NotImplementedError(
+                f'`target` must not be `{target!r}` (`bits="auto"`) here: it takes '
+                "`dafjax.jit` to measure the noise of a batch, for "
+                "`dafjax.stores.Arrays()` and `Host()`. Give a page pool "
+                "`dafjax.NoiseCeiling(...)` or a budget."
+            )
         if target is not None and not isinstance(
             target, (AverageBits, Budget, NoiseCeiling)
         ):

@@ -1,0 +1,267 @@
+"""Measures the noise of a batch: the variance of its gradient as a sample.
+
+A batch of examples is drawn at random, so its gradient differs from that of all
+examples. Halves of the batch tell by how much. Let `g1` and `g2` be the parts of the
+halves in the gradient `g = g1 + g2`. They are independent, so
+
+    variance of g = E |g - E[g]|^2 = E |g1 - g2|^2.
+
+The part of a half is its own gradient for a loss that is a sum over the examples, and
+half of that for a mean. Values tell which of the two a loss is.
+
+All gradients are exact here. Only products of gradients are needed, so each array is
+reduced to a sketch as soon as it is computed: sums of its elements with random signs,
+whose products are right on average (Charikar, Chen and Farach-Colton 2002).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from dafjax._call import Arguments, folded, is_key, name_of_function
+from dafjax._native import hold, ledger_note
+from dafjax._numbers import Array
+from dafjax._trace.residuals import is_differentiable
+from dafjax._trace.tracing import ClosedJaxpr, as_function, trace
+
+
+# Numbers of a sketch: with 256 the squared norm of a single array is off by 9 %.
+_SKETCH = 256
+
+
+def measuring(
+    fun: Callable[..., Any],
+    exact: Callable[..., Any],
+    arguments: Arguments,
+    ledger: int,
+) -> Any:
+    """Calls a function whose backward pass also measures the noise of the batch.
+
+    Args:
+        fun: The user's function, for errors.
+        exact: The same function, with exact gradients.
+        arguments: The arguments of the call, with the axes that hold examples.
+        ledger: Hash of the name of the ledger that the variance is added to.
+    """
+    size = arguments.size // 2
+    if size == 0:
+        raise ValueError(
+            f'`remat_compress(bits="auto")`: `{name_of_function(fun)}` is called with '
+            "one example, but the noise of a batch is measured in its halves. Give two "
+            "examples or more, or say with `dafjax.BatchNoise(in_axes=...)` which axes "
+            "hold the examples."
+        )
+    of_arrays = arguments.apply(exact)
+    whole, consts, structure = trace(of_arrays, arguments.avals(arguments.size))
+    half, others, _ = _traced_half(fun, of_arrays, arguments.avals(size))
+    axes = [None] * len(consts) + list(arguments.axes)
+    if len(others) != len(consts):
+        raise _not_halved(fun, "it closes over another number of arrays")
+    halves = _Halves(half, tuple(axes), size)
+    run = _with_measurement(as_function(whole), halves, ledger)
+    return jax.tree.unflatten(structure, run(*consts, *arguments.arrays))
+
+
+def _traced_half(
+    fun: Callable[..., Any], of_arrays: Callable[..., Any], avals: Sequence[Any]
+) -> Any:
+    try:
+        return trace(of_arrays, avals)
+    except Exception as error:
+        raise _not_halved(fun, f"{type(error).__name__}: {error}") from error
+
+
+def _not_halved(fun: Callable[..., Any], reason: str) -> ValueError:
+    return ValueError(
+        f'`remat_compress(bits="auto")`: the noise of a batch is measured in its '
+        f"halves, but `{name_of_function(fun)}` does not run on half of the examples: "
+        f"{reason}. Say with `dafjax.BatchNoise(in_axes=...)` which axes hold "
+        "examples, or give `bits` as a number."
+    )
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Halves:
+    """A function for half of a batch.
+
+    Attributes:
+        program: The function.
+        axes: For each argument, the axis that holds the examples, if one does.
+        size: How many examples a half has.
+    """
+
+    program: ClosedJaxpr
+    axes: tuple[int | None, ...]
+    size: int
+
+    def variance(
+        self,
+        moving: Sequence[int],
+        values: Sequence[Any],
+        results: Sequence[Array],
+        cotangents: Sequence[Any],
+    ) -> Array:
+        """Returns the variance of a gradient of the whole batch, float32.
+
+        Args:
+            moving: The arguments of the gradient. They hold no examples.
+            values: All arguments.
+            results: The results for the whole batch.
+            cotangents: Their cotangents.
+        """
+        function = as_function(self.program)
+        shapes = [aval.shape for aval in self.program.out_avals]
+        numbers = jnp.arange(2, dtype=jnp.uint32)
+        # Results of all examples together, such as a loss, whose gradient is asked for.
+        summed = [
+            n
+            for n, (x, cotangent) in enumerate(zip(results, cotangents, strict=True))
+            if x.shape == shapes[n]
+            and is_differentiable(x)
+            and not isinstance(cotangent, SymbolicZero)
+        ]
+
+        def values_of(number: Array) -> list[Array]:
+            found = function(*self._inputs(values, number))
+            return [found[n] for n in summed]
+
+        parts = list(map(_filled, cotangents))
+        for n, (first, second) in zip(summed, lax.map(values_of, numbers), strict=True):
+            parts[n] *= _share(results[n], first + second)
+
+        def gradient_of(number: Array) -> Array:
+            _, pull = _pullback(function, self._inputs(values, number), moving)
+            pairs = zip(parts, shapes, strict=True)
+            return _sketch(pull([_half_of(x, shape, number) for x, shape in pairs]))
+
+        first, second = lax.map(gradient_of, numbers)
+        return jnp.sum((first - second) ** 2)
+
+    def _inputs(self, values: Sequence[Any], number: Array) -> list[Any]:
+        pairs = zip(values, self.axes, strict=True)
+        return [_half(x, axis, number, self.size) for x, axis in pairs]
+
+
+def _with_measurement(
+    whole: Callable[..., list[Any]], halves: _Halves, ledger: int
+) -> Callable[..., list[Any]]:
+    """Returns a function of arrays, with a backward pass that measures.
+
+    Args:
+        whole: The function for the whole batch.
+        halves: The function for halves of it.
+        ledger: As in `measuring`.
+    """
+
+    @jax.custom_vjp
+    def function(*inputs: Array) -> list[Any]:
+        return whole(*inputs)
+
+    def forward(*inputs: Any) -> tuple[list[Any], Any]:
+        values = [jnp.asarray(x.value) for x in inputs]
+        moving = [
+            number
+            for number, x in enumerate(inputs)
+            if x.perturbed and is_differentiable(values[number])
+        ]
+        results, pull = _pullback(whole, values, moving)
+        # The keys of a dictionary are not traced.
+        return results, (pull, dict.fromkeys(moving), values, results)
+
+    def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        pull, moving, values, results = saved
+        gradients = pull(list(map(_filled, cotangents)))
+        gradients = dict(zip(moving, gradients, strict=True))
+        shared = [number for number in moving if halves.axes[number] is None]
+        if shared:
+            variance = halves.variance(shared, values, results, cotangents)
+            done = ledger_note(variance[None], ledger=ledger, sites=(), facts=())
+            least = min(shared, key=lambda number: gradients[number].size)
+            (gradients[least],) = hold(gradients[least], after=[done])
+        return tuple(gradients.get(number) for number in range(len(values)))
+
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function
+
+
+def _pullback(
+    function: Callable[..., list[Any]], values: Sequence[Any], moving: Sequence[int]
+) -> tuple[list[Any], Callable[..., Any]]:
+    """Returns the results, and the pullback to some of the arguments."""
+
+    def of_moving(*starts: Any) -> list[Any]:
+        given = dict(zip(moving, starts, strict=True))
+        return function(*(given.get(n, x) for n, x in enumerate(values)))
+
+    return jax.vjp(of_moving, *(values[number] for number in moving))
+
+
+def _filled(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    like: Any = cotangent
+    zeros = np.zeros if like.dtype == jax.dtypes.float0 else jnp.zeros
+    return zeros(like.shape, like.dtype)
+
+
+def _half(x: Any, axis: int | None, number: Array, size: int) -> Any:
+    """Returns an argument for a half of the batch: every other example.
+
+    Keys of random numbers are folded, so that the halves draw numbers of their own.
+    """
+    if axis is None:
+        return folded(x, number) if is_key(x) else x
+    return _every_other(x, axis, number, size)
+
+
+def _half_of(cotangent: Any, shape: Sequence[int], number: Array) -> Any:
+    """Returns the cotangent of a result for a half, where the result has that shape."""
+    if cotangent.dtype == jax.dtypes.float0:
+        return np.zeros(shape, jax.dtypes.float0)
+    lengths = zip(cotangent.shape, shape, strict=True)
+    axis = next((n for n, (whole, part) in enumerate(lengths) if whole != part), None)
+    if axis is None:
+        return cotangent
+    return _every_other(cotangent, axis, number, shape[axis])
+
+
+def _share(whole: Array, total: Array) -> Array:
+    """Returns 1 if a result is the sum of those of the halves, 1/2 if it is the mean.
+
+    If the halves draw other numbers, neither is exact, and the mean is more likely.
+    """
+    of_sum = jnp.sum(jnp.abs(whole - total))
+    of_mean = jnp.sum(jnp.abs(whole - total / 2))
+    return jnp.where(4 * of_sum < of_mean, 1, 0.5).astype(whole.dtype)
+
+
+def _every_other(x: Array, axis: int, number: Array, size: int) -> Array:
+    """Returns the rows `number`, `number + 2`, ... of which there are `size`."""
+    even = lax.slice_in_dim(x, 0, 2 * size, axis=axis)
+    shape = [*x.shape[:axis], size, 2, *x.shape[axis + 1 :]]
+    return lax.dynamic_index_in_dim(
+        even.reshape(shape), number, axis + 1, keepdims=False
+    )
+
+
+def _sketch(arrays: Sequence[Array]) -> Array:
+    """Returns numbers whose products are those of the arrays, on average."""
+    return jnp.concatenate([_sketch_of(x) for x in arrays])
+
+
+def _sketch_of(x: Array) -> Array:
+    parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+    flat = jnp.concatenate([part.astype(jnp.float32).ravel() for part in parts])
+    count = min(_SKETCH, max(flat.size, 1))
+    bits = lax.iota(jnp.uint32, flat.size) * jnp.uint32(0x9E3779B1)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA77)
+    signed = jnp.where(bits >> 31, flat, -flat)
+    rows = lax.pad(signed, np.float32(0), [(0, -flat.size % count, 0)])
+    return jnp.sum(rows.reshape(-1, count), axis=0)
