@@ -1,13 +1,15 @@
 """Quality of what is trained with and without compression, over several seeds.
 
-ResNet-18 on the digits, or adapters of a transformer on text of installed packages. All
+ResNet-18 on images, or adapters of a transformer on text of installed packages. All
 methods start a seed from the same weights and see the same batches, with the same
 dropout. The control rounds to nearest, which is biased: that it falls behind shows that
 the comparison can see a bias. *uniform* keeps whatever the backward pass reads in the
 same bits, as hooks for saved tensors do; *fixed* has the same bits for all residuals of
-the planner, *adaptive* as many on average, allocated as it trains; losses tell them
-apart where accuracies are too coarse. Adapters are of weights that are trained once,
-with compression.
+the planner, *adaptive* as many on average, allocated as it trains; *auto* has as many
+as keep noise a tenth of that of the batch. Losses tell them apart where accuracies are
+too coarse: of the test split, and of the batches of each epoch. The bound is that of a
+one-sided test, of 95 %, by Student's distribution. Adapters are of weights that are
+trained once, with compression.
 
 Examples:
     python -m benchmarks.accuracy
@@ -30,6 +32,7 @@ from typing import Any, Literal
 
 import rich.console
 import rich.table
+import scipy.stats
 import tyro
 
 import dafjax
@@ -45,17 +48,26 @@ from models.step import WrapLoss
 from models.tasks.task import Metric
 
 
-Name = Literal["none", "compress", "control", "uniform", "fixed", "adaptive"]
+Name = Literal[
+    *("none", "compress", "control", "uniform", "fixed", "adaptive"),
+    *("auto", "bits4", "bits8"),
+]
 Record = dict[str, Any]
 
-# The method and the policy of each contender.
-_CONTENDERS: dict[Name, tuple[Literal["none", "compress"], str]] = {
-    "none": ("none", "default"),
-    "compress": ("compress", "default"),
-    "control": ("compress", "nearest"),
-    "uniform": ("compress", "default"),
-    "fixed": ("compress", "default"),
-    "adaptive": ("compress", "default"),
+_LOSS_OF_EPOCH = "loss of epoch"
+
+# The options of each contender.
+_COMPRESS: Record = {"method": "compress"}
+_CONTENDERS: dict[Name, Record] = {
+    "none": {"method": "none"},
+    "compress": _COMPRESS,
+    "control": {**_COMPRESS, "policy": "nearest"},
+    "uniform": _COMPRESS,
+    "fixed": _COMPRESS,
+    "adaptive": _COMPRESS,
+    "auto": {**_COMPRESS, "bits": "auto"},
+    "bits4": {**_COMPRESS, "bits": 4},
+    "bits8": {**_COMPRESS, "bits": 8},
 }
 # What takes the place of the method's own way to wrap the loss.
 _WRAPPINGS: dict[Name, Callable[[int], WrapLoss]] = {
@@ -79,6 +91,8 @@ class Options:
     """Architecture and size; a transformer is small without weights."""
     data: DataName | None = None
     """What is learned from; as of `models.train` if not given."""
+    examples: int | None = None
+    """Training images that the seed chooses; all if not given."""
     lora: int = 0
     """Rank of the adapters; 0: all weights are trained."""
     seeds: int = 3
@@ -108,8 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         prepared = _prepare(options, pathlib.Path(directory), console)
         runs = [_train(options, prepared, seed) for seed in range(options.seeds)]
-    metric = Metric(**runs[0][options.contenders[0]]["metric"])
-    figures = list(dict.fromkeys([metric.key, "test_loss", "final_loss"]))
+    first = runs[0][options.contenders[0]]
+    metric = Metric(**first["metric"])
+    epochs = [key for key in first if key.startswith(_LOSS_OF_EPOCH)]
+    figures = list(dict.fromkeys([metric.key, "test_loss", "final_loss", *epochs]))
     behind = _behind(options, runs, metric)
     pairs = [
         _pair(runs, figure, a, b)
@@ -148,6 +164,7 @@ def _prepare(
     config = TrainConfig(
         model=options.model,
         data=options.data,
+        examples=options.examples,
         lora=options.lora,
         width=options.width if options.model.startswith("resnet") else None,
         epochs=options.epochs,
@@ -178,14 +195,12 @@ def _train(options: Options, prepared: TrainConfig, seed: int) -> dict[str, Reco
     """Returns the results of every contender for one seed."""
     results = {}
     for name in options.contenders:
-        method, policy = _CONTENDERS[name]
         with tempfile.TemporaryDirectory() as directory:
             config = dataclasses.replace(
                 prepared,
-                method=method,
-                policy=policy,
                 seed=seed,
                 out=pathlib.Path(directory) / "run",
+                **_CONTENDERS[name],
             )
             setup = set_up(config)
             if name in _WRAPPINGS:
@@ -195,22 +210,41 @@ def _train(options: Options, prepared: TrainConfig, seed: int) -> dict[str, Reco
                     method=dataclasses.replace(setup.method, wrap_loss=wrap_loss),
                 )
             results[name] = loop.train(setup, rich.console.Console(quiet=True))
+            results[name] |= _losses_of_epochs(setup.directory.read_metrics())
     return results
+
+
+def _losses_of_epochs(metrics: Sequence[Record]) -> dict[str, float]:
+    """Returns the mean loss of the batches of each epoch."""
+    losses: dict[int, list[float]] = {}
+    for record in metrics:
+        if record["kind"] == "step":
+            losses.setdefault(record["epoch"], []).append(record["loss"])
+    return {f"{_LOSS_OF_EPOCH} {n}": statistics.fmean(x) for n, x in losses.items()}
 
 
 def _pair(runs: Sequence[dict[str, Record]], figure: str, a: str, b: str) -> Record:
     """Compares two contenders in a figure, seed by seed."""
     differences = [run[a][figure] - run[b][figure] for run in runs]
-    several = len(differences) > 1
-    spread = statistics.stdev(differences) if several else float("nan")
+    count = len(differences)
+    spread = statistics.stdev(differences) if count > 1 else float("nan")
+    error, mean = spread / count**0.5, statistics.fmean(differences)
+    share = statistics.fmean(run[b][figure] for run in runs)
     return {
         "figure": figure,
         "a": a,
         "b": b,
         "differences": differences,
-        "mean": statistics.fmean(differences),
-        "standard_error": spread / len(differences) ** 0.5,
+        "mean": mean,
+        "standard_error": error,
+        "bounds": [mean + sign * _quantile(count) * error for sign in (-1, 1)],
+        "relative": mean / share if share else float("nan"),
     }
+
+
+def _quantile(count: int) -> float:
+    """Returns the 95 % quantile of Student's distribution for so many differences."""
+    return float(scipy.stats.t.ppf(0.95, count - 1)) if count > 1 else float("nan")
 
 
 def _quality_table(
@@ -227,6 +261,9 @@ def _quality_table(
         "uniform": f"uniform {options.bits} bits",
         "fixed": f"fixed {options.bits} bits",
         "adaptive": f"adaptive, {options.bits} on average",
+        "auto": "auto",
+        "bits4": "compress, 4 bits",
+        "bits8": "compress, 8 bits",
     }
     rows = [
         (
@@ -257,7 +294,7 @@ def _pair_table(pairs: Sequence[Record]) -> rich.table.Table:
     return make_table(
         "Differences, seed by seed",
         left=("Figure", "Of", "To"),
-        right=("Mean", "Standard error"),
+        right=("Mean", "Standard error", "Least", "Most (95 %)", "Relative"),
         rows=[
             (
                 pair["figure"],
@@ -265,6 +302,8 @@ def _pair_table(pairs: Sequence[Record]) -> rich.table.Table:
                 pair["b"],
                 f"{pair['mean']:+.5f}",
                 f"{pair['standard_error']:.5f}",
+                *(f"{bound:+.5f}" for bound in pair["bounds"]),
+                f"{pair['relative']:+.2%}",
             )
             for pair in pairs
         ],

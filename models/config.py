@@ -107,6 +107,7 @@ _FAMILIES = {
 _TRANSFORMERS = ("roberta", "gpt2")
 _ONLY_OF = {
     "width": ("resnet",),
+    "examples": ("resnet",),
     "size": _TRANSFORMERS,
     "lora": _TRANSFORMERS,
     "scan_layers": _TRANSFORMERS,
@@ -134,12 +135,15 @@ class TrainConfig:
         scan_layers: Whether a transformer's blocks are one scan instead of a loop.
         dtype: What a model computes in; weights, statistics, logits and losses are
             float32.
-        data: Data set: digits, cifar10, cifar100, image-folder for ResNets;
-            docstrings (of which package is a sentence?), masked-docstrings, sst2, mrpc,
-            stsb for RoBERTa; docstrings (what comes next?), sources, e2e, webnlg for
-            GPT-2. Digits, docstrings and sources come with packages that are installed;
-            the others lie in --data-dir.
+        data: Data set: digits, fashion-mnist, cifar10, cifar100, image-folder for
+            ResNets; docstrings (of which package is a sentence?), masked-docstrings,
+            sst2, mrpc, stsb for RoBERTa; docstrings (what comes next?), sources, e2e,
+            webnlg for GPT-2. Digits, docstrings and sources come with packages that are
+            installed, fashion-mnist with Debian's dataset-fashion-mnist; the others lie
+            in --data-dir.
         data_dir: Where data sets are looked for.
+        examples: Train on only so many examples, which the seed chooses; all if not
+            given.
         length: Tokens of an example.
         method: What saves memory. none: nothing is wrapped. checkpoint: jax.checkpoint
             round each block. checkpoint-best: the same with the compiler options that
@@ -187,6 +191,7 @@ class TrainConfig:
     dtype: DtypeName = "float32"
     data: DataName | None = None
     data_dir: pathlib.Path = pathlib.Path("data")
+    examples: int | None = None
     length: int | None = None
     method: MethodName = "none"
     bits: Bits = 2
@@ -297,6 +302,7 @@ class TrainConfig:
             "width",
             "batch",
             "epochs",
+            "examples",
             "length",
             "patience",
             "seeds",

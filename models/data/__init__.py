@@ -12,10 +12,11 @@ from models.data.dataset import (
     training_batches as training_batches,
 )
 from models.data.digits import load_digits
+from models.data.fashion_mnist import load_fashion_mnist
 from models.data.image_folder import load_image_folder
 
 
-ImageName = Literal["digits", "cifar10", "cifar100", "image-folder"]
+ImageName = Literal["digits", "fashion-mnist", "cifar10", "cifar100", "image-folder"]
 
 
 def load(name: str, *, directory: str | os.PathLike[str], seed: int) -> Dataset:
@@ -35,6 +36,8 @@ def load(name: str, *, directory: str | os.PathLike[str], seed: int) -> Dataset:
     """
     if name == "digits":
         return load_digits(seed=seed)
+    if name == "fashion-mnist":
+        return load_fashion_mnist(directory)
     if name == "cifar10":
         return load_cifar10(directory)
     if name == "cifar100":

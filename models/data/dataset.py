@@ -50,6 +50,25 @@ class ArraySplit:
         return images.astype(np.float32), self.labels[indices].astype(np.int32)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subset:
+    """Some examples of a split.
+
+    Attributes:
+        split: The split.
+        indices: Its examples.
+    """
+
+    split: Split
+    indices: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def take(self, indices: np.ndarray) -> Batch:
+        return self.split.take(self.indices[indices])
+
+
 @dataclasses.dataclass(frozen=True)
 class Dataset:
     """Images: a training and a test split of the same classes."""
@@ -59,6 +78,24 @@ class Dataset:
     test: Split
     num_classes: int
     image_shape: tuple[int, int, int]
+
+    def with_few(self, count: int, *, seed: int) -> "Dataset":
+        """Returns the data set with only so many training examples.
+
+        Args:
+            count: How many.
+            seed: Chooses them.
+
+        Raises:
+            ValueError: There are fewer.
+        """
+        if count > len(self.train):
+            raise ValueError(
+                f"`--examples` must be at most the {len(self.train)} training examples "
+                f"of {self.name}, but got {count}."
+            )
+        order = np.random.default_rng(seed).permutation(len(self.train))
+        return dataclasses.replace(self, train=Subset(self.train, order[:count]))
 
 
 def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

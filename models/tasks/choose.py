@@ -43,6 +43,8 @@ def choose_task(config: TrainConfig) -> Task:
     """
     if config.family == "resnet":
         dataset = data.load(config.data, directory=config.data_dir, seed=config.seed)
+        if config.examples is not None:
+            dataset = dataset.with_few(config.examples, seed=config.seed)
         dtype = jnp.dtype(config.dtype)
         return classify_images(config.model, dataset, width=config.width, dtype=dtype)
     tokenizer = _tokenizer(config)

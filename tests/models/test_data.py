@@ -1,5 +1,6 @@
 """Loaders on tiny files of the true formats, and the order of batches."""
 
+import gzip
 import itertools
 import re
 
@@ -9,6 +10,7 @@ import pytest
 
 from models import data
 from models.data import digits
+from models.data.fashion_mnist import load_fashion_mnist
 
 
 def write_cifar(path, labels, *, rng):
@@ -101,6 +103,82 @@ def test_cifar100_uses_the_fine_label(tmp_path, rng):
     assert everything(dataset.train)[1].tolist() == [99, 0]
     assert everything(dataset.test)[1].tolist() == [50]
     assert dataset.num_classes == 100
+
+
+def write_idx(path, array, *, shape=None):
+    """Writes an array as the official files have it."""
+    header = bytes([0, 0, 8, array.ndim])
+    header += np.asarray(shape or array.shape, ">u4").tobytes()
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(header + array.tobytes()))
+
+
+def write_fashion_mnist(folder, rng):
+    images = rng.integers(256, size=(7, 28, 28), dtype=np.uint8)
+    for name, part in (("train", slice(0, 4)), ("t10k", slice(4, 7))):
+        write_idx(folder / f"{name}-images-idx3-ubyte.gz", images[part])
+        labels = np.arange(7, dtype=np.uint8)[part]
+        write_idx(folder / f"{name}-labels-idx1-ubyte.gz", labels)
+    return images
+
+
+class TestFashionMNIST:
+    def test_images_are_grey(self, tmp_path, rng):
+        written = write_fashion_mnist(tmp_path / "fashion-mnist", rng)[:4]
+        dataset = data.load("fashion-mnist", directory=tmp_path, seed=0)
+        images, labels = everything(dataset.train)
+        expected = (written - written.mean()) / written.std()
+        np.testing.assert_allclose(images[..., 0], expected, atol=1e-5)
+        assert images.shape[1:] == dataset.image_shape == (28, 28, 1)
+        assert labels.tolist() == [0, 1, 2, 3]
+        assert everything(dataset.test)[1].tolist() == [4, 5, 6]
+
+    def test_the_package_of_debian_is_looked_at_last(self, tmp_path, rng):
+        write_fashion_mnist(tmp_path / "installed", rng)
+        found = load_fashion_mnist(tmp_path, tmp_path / "installed")
+        assert len(found.train) == 4
+        with pytest.raises(FileNotFoundError, match="package `dataset-fashion-mnist`"):
+            load_fashion_mnist(tmp_path, tmp_path / "other")
+
+    @pytest.mark.parametrize(
+        ("name", "array", "message"),
+        [
+            ("images-idx3", np.zeros((4, 9, 9), np.uint8), "images of 28x28 pixels"),
+            ("labels-idx1", np.full(4, 10, np.uint8), "labels below 10, but got 10"),
+            ("labels-idx1", np.zeros(3, np.uint8), "as many labels as images"),
+            ("labels-idx1", np.zeros((4, 1), np.uint8), "must begin with the bytes"),
+        ],
+    )
+    def test_other_files_are_refused(self, name, array, message, tmp_path, rng):
+        folder = tmp_path / "fashion-mnist"
+        write_fashion_mnist(folder, rng)
+        write_idx(folder / f"train-{name}-ubyte.gz", array)
+        with pytest.raises(ValueError, match=message):
+            data.load("fashion-mnist", directory=tmp_path, seed=0)
+
+    def test_files_that_are_cut_short_are_refused(self, tmp_path, rng):
+        folder = tmp_path / "fashion-mnist"
+        write_fashion_mnist(folder, rng)
+        path = folder / "t10k-images-idx3-ubyte.gz"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-9])
+        with pytest.raises(ValueError, match="compressed by gzip"):
+            data.load("fashion-mnist", directory=tmp_path, seed=0)
+        write_idx(path, np.zeros((3, 28, 28), np.uint8), shape=(2**32 - 1, 28, 28))
+        with pytest.raises(ValueError, match="incomplete, or another file"):
+            data.load("fashion-mnist", directory=tmp_path, seed=0)
+
+
+def test_a_seed_chooses_few_training_examples(tmp_path, rng):
+    write_fashion_mnist(tmp_path / "fashion-mnist", rng)
+    whole = data.load("fashion-mnist", directory=tmp_path, seed=0)
+    few = whole.with_few(3, seed=0)
+    chosen = everything(few.train)[1].tolist()
+    assert len(few.train) == len(set(chosen)) == 3
+    assert everything(whole.with_few(3, seed=0).train)[1].tolist() == chosen
+    assert len(few.test) == len(whole.test)
+    with pytest.raises(ValueError, match="`--examples` must be at most the 4"):
+        whole.with_few(5, seed=0)
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
