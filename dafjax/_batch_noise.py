@@ -9,13 +9,13 @@ halves in the gradient `g = g1 + g2`. They are independent, so
 The part of a half is its own gradient for a loss that is a sum over the examples, and
 half of that for a mean. Values tell which of the two a loss is.
 
-All gradients are exact here. Only products of gradients are needed, so each array is
+All gradients are exact here. Only the norm of a difference is needed, so each array is
 reduced to a sketch as soon as it is computed: sums of its elements with random signs,
-whose products are right on average (Charikar, Chen and Farach-Colton 2002).
+whose norm is right on average (Charikar, Chen and Farach-Colton 2002).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -27,6 +27,7 @@ from jax.custom_derivatives import SymbolicZero
 from dafjax._call import Arguments, folded, is_key, name_of_function
 from dafjax._native import hold, ledger_note
 from dafjax._numbers import Array
+from dafjax._sensitivity.importance import units_of_variance
 from dafjax._trace.residuals import is_differentiable
 from dafjax._trace.tracing import ClosedJaxpr, as_function, trace
 
@@ -103,15 +104,17 @@ class _Halves:
 
     def variance(
         self,
-        moving: Sequence[int],
+        gradients: Mapping[int, Array],
         values: Sequence[Any],
         results: Sequence[Array],
         cotangents: Sequence[Any],
     ) -> Array:
         """Returns the variance of a gradient of the whole batch, float32.
 
+        It is the sum over all elements, each in the unit of `units_of_variance`.
+
         Args:
-            moving: The arguments of the gradient. They hold no examples.
+            gradients: The gradient by argument. None of them holds examples.
             values: All arguments.
             results: The results for the whole batch.
             cotangents: Their cotangents.
@@ -136,13 +139,21 @@ class _Halves:
         for n, (first, second) in zip(summed, lax.map(values_of, numbers), strict=True):
             parts[n] *= _share(results[n], first + second)
 
-        def gradient_of(number: Array) -> Array:
-            _, pull = _pullback(function, self._inputs(values, number), moving)
+        def gradient_of(number: Array) -> list[Array]:
+            given = self._inputs(values, number)
+            _, pull = _pullback(function, given, list(gradients))
             pairs = zip(parts, shapes, strict=True)
-            return _sketch(pull([_half_of(x, shape, number) for x, shape in pairs]))
+            found = pull([_half_of(x, shape, number) for x, shape in pairs])
+            return list(map(_sketch, found))
 
-        first, second = lax.map(gradient_of, numbers)
-        return jnp.sum((first - second) ** 2)
+        sketches = lax.map(gradient_of, numbers)
+        variances = [jnp.sum((x[0] - x[1]) ** 2) for x in sketches]
+        energies = [jnp.sum(jnp.square(jnp.abs(x))) for x in gradients.values()]
+        units = units_of_variance(
+            jnp.stack(energies).astype(jnp.float32),
+            [x.size for x in gradients.values()],
+        )
+        return jnp.sum(jnp.stack(variances) / units)
 
     def _inputs(self, values: Sequence[Any], number: Array) -> list[Any]:
         pairs = zip(values, self.axes, strict=True)
@@ -179,11 +190,11 @@ def _with_measurement(
         pull, moving, values, results = saved
         gradients = pull(list(map(_filled, cotangents)))
         gradients = dict(zip(moving, gradients, strict=True))
-        shared = [number for number in moving if halves.axes[number] is None]
+        shared = {n: x for n, x in gradients.items() if halves.axes[n] is None}
         if shared:
             variance = halves.variance(shared, values, results, cotangents)
             done = ledger_note(variance[None], ledger=ledger, sites=(), facts=())
-            least = min(shared, key=lambda number: gradients[number].size)
+            least = min(shared, key=lambda number: shared[number].size)
             (gradients[least],) = hold(gradients[least], after=[done])
         return tuple(gradients.get(number) for number in range(len(values)))
 
@@ -251,12 +262,8 @@ def _every_other(x: Array, axis: int, number: Array, size: int) -> Array:
     )
 
 
-def _sketch(arrays: Sequence[Array]) -> Array:
-    """Returns numbers whose products are those of the arrays, on average."""
-    return jnp.concatenate([_sketch_of(x) for x in arrays])
-
-
-def _sketch_of(x: Array) -> Array:
+def _sketch(x: Array) -> Array:
+    """Returns numbers whose squared norm is that of an array, on average."""
     parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
     flat = jnp.concatenate([part.astype(jnp.float32).ravel() for part in parts])
     count = min(_SKETCH, max(flat.size, 1))

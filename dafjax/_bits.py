@@ -318,7 +318,9 @@ class BatchNoise:
     A gradient of a batch is a sample of the gradient of all examples. It has a variance
     that training copes with anyway; what rounding adds is a share of it. `dafjax.jit`
     measures both: before some steps it computes exact gradients of two halves of the
-    batch, whose difference tells the variance. All residuals begin with 8 bits.
+    batch, whose difference tells the variance. The variance of an element counts in
+    units of the mean square of its array's gradient, so that all arrays matter, as in
+    Adam. All residuals begin with 8 bits.
     `remat_compress(bits="auto")` stands for `BatchNoise()`.
 
     Attributes:

@@ -12,6 +12,7 @@ import pytest
 import dafjax
 from dafjax._contexts import measuring_batches
 from dafjax._native import make_ledger, pool_hash
+from dafjax._sensitivity.importance import units_of_variance
 from tests.helpers import gradient_nbytes
 
 
@@ -19,9 +20,10 @@ WIDTH, ROWS = 64, 128
 
 
 def model(params, x):
-    for w in params:
+    *hidden, last = params
+    for w in hidden:
         x = jax.nn.relu(x @ w)
-    return x[:, 0]
+    return x @ last
 
 
 def mean_loss(params, x):
@@ -50,23 +52,27 @@ def batch(number, rows=ROWS):
     return jax.random.normal(jax.random.fold_in(jax.random.key(1), number), (rows, 64))
 
 
-def norm_squared(tree):
-    return sum(float(jnp.sum(x**2)) for x in jax.tree.leaves(tree))
+def in_units(offs, gradients):
+    """Returns the sum of squares, in units of the mean square of each array."""
+    energies = jnp.stack([jnp.sum(g**2) for g in jax.tree.leaves(gradients)])
+    sizes = [g.size for g in jax.tree.leaves(gradients)]
+    squares = jnp.stack([jnp.sum(x**2) for x in jax.tree.leaves(offs)])
+    return float(jnp.sum(squares / units_of_variance(energies, sizes)))
 
 
 def true_variance(gradient, params, count=200):
     gradients = [gradient(params, batch(number)) for number in range(count)]
     total = functools.reduce(functools.partial(jax.tree.map, operator.add), gradients)
     mean = jax.tree.map(lambda x: x / count, total)
-    offs = [jax.tree.map(operator.sub, g, mean) for g in gradients]
-    return sum(map(norm_squared, offs)) / (count - 1)
+    offs = (jax.tree.map(operator.sub, g, mean) for g in gradients)
+    return sum(map(in_units, offs, gradients)) / (count - 1)
 
 
-def measured_variance(gradient, params, count=200):
+def measured_variance(gradient, params, count=200, rows=ROWS):
     ledger = make_ledger("test", [])
     with measuring_batches(pool_hash("test")):
         measuring = jax.jit(gradient)
-        results = [measuring(params, batch(100 + n)) for n in range(count)]
+        results = [measuring(params, batch(100 + n, rows)) for n in range(count)]
     jax.block_until_ready(results)
     taken = ledger.take()
     assert taken["refused"] == 0
@@ -80,8 +86,9 @@ def of_model(params, x, model=model):
     return jnp.mean((model(params, x) - 1) ** 2)
 
 
-def in_scan(params, x, loss=mean_loss):
+def in_scan(params, x):
     """Two microbatches, whose gradients add up."""
+    loss = AUTO(mean_loss)
 
     def step(total, part):
         return total + loss(params, part) / 2, None
@@ -97,7 +104,6 @@ VARIANTS = {
     "mean": (mean_loss, AUTO(mean_loss)),
     "sum": (sum_loss, AUTO(sum_loss)),
     "model": (of_model, functools.partial(of_model, model=AUTO(model))),
-    "scan": (in_scan, functools.partial(in_scan, loss=AUTO(mean_loss))),
     "closure": (with_closure, functools.partial(with_closure, wrap=AUTO)),
 }
 
@@ -108,6 +114,12 @@ def test_halves_tell_the_variance_of_a_gradient(name, params):
     expected = true_variance(jax.jit(jax.grad(plain)), params)
     found = measured_variance(jax.grad(wrapped), params)
     assert 0.8 < found / expected < 1.25
+
+
+def test_each_microbatch_counts(params):
+    of_both = measured_variance(jax.grad(in_scan), params)
+    of_each = measured_variance(jax.grad(AUTO(mean_loss)), params, rows=ROWS // 2)
+    assert 1.8 < of_both / of_each < 2.2
 
 
 def test_batch_normalization_is_measured_with_statistics_of_halves(params):
@@ -134,7 +146,7 @@ def test_dropout_has_part_in_the_noise(params):
     found = measured_variance(functools.partial(gradient, loss=wrapped), params)
     # The mask is common to all examples of a batch; halves with masks of their own
     # have half of its variance.
-    assert 0.4 < found / expected < 0.7
+    assert 0.4 < found / expected < 0.85
 
 
 def test_a_call_that_measures_has_the_gradient_of_jax(params):
@@ -160,8 +172,9 @@ def test_rounding_adds_the_share(share, params):
     added = []
     for number in range(40, 60):
         x = batch(number)
-        off = jax.tree.map(operator.sub, step(params, x), exact(params, x))
-        added.append(norm_squared(off))
+        expected = exact(params, x)
+        off = jax.tree.map(operator.sub, step(params, x), expected)
+        added.append(in_units(off, expected))
     ratio = np.mean(added) / true_variance(exact, params)
     # Bits are 1, 2, 4 or 8, so that the noise may be well below the share.
     assert share / 20 < ratio < 1.3 * share

@@ -71,7 +71,8 @@ class _Interpreter:
             if isinstance(handle, MeasuredHandle):
                 self._stored[value], noise[value] = handle
         self._measured = noise.keys()
-        self._probe = Probe(plan, noise) if noise else None
+        by_element = store.measures_by_element
+        self._probe = Probe(plan, noise, by_element=by_element) if noise else None
         # Codes that have passed through a barrier.
         self._passed: dict[int, ArrayTree] = {}
 

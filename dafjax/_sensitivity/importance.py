@@ -36,6 +36,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dafjax import config
 from dafjax._numbers import Array
@@ -65,21 +66,26 @@ class Sensitivities:
         measured: The values whose moments the sensitivities need.
     """
 
-    def __init__(self, plan: ProgramPlan, residuals: Iterable[int]) -> None:
+    def __init__(
+        self, plan: ProgramPlan, residuals: Iterable[int], *, by_element: bool = False
+    ) -> None:
         """Finds out what the sensitivities depend on.
 
         Args:
             plan: The program with its compressed residuals and recomputed values.
             residuals: The compressed residuals.
+            by_element: Whether the variance of each element counts in units of the mean
+                square of the gradient's array (`unit_of_variance`).
         """
         self._signals = Signals(plan)
         residuals = tuple(residuals)
         noisy = _noisy_values(plan, self._signals, residuals)
-        costs = _Costs(plan, self._signals)
+        costs = _Costs(plan, self._signals, by_element=by_element)
         _collect_costs(plan, self._signals, noisy, costs)
         for value in sorted(noisy, key=plan.order, reverse=True):
             _hand_on(plan, self._signals, costs, value, noisy[value])
         self._sums = costs.sums
+        self._units = costs.units
         self._wanted = [costs.of_unit(value) for value in residuals]
         self.measured = self._signals.measured
 
@@ -94,8 +100,33 @@ class Sensitivities:
             float32 `[residuals]`: the variance at 1 bit, for quantization groups with a
             mean squared range of 1. The variance is proportional to that range.
         """
-        costs = self._sums.compute(self._signals.compute(moments), self._wanted)
-        return costs * rounding_noise
+        signals = self._signals.compute(moments)
+        if self._units:
+            energies = signals[np.array([energy for energy, _ in self._units])]
+            sizes = [size for _, size in self._units]
+            signals = jnp.append(signals, units_of_variance(energies, sizes)[::-1])
+        return self._sums.compute(signals, self._wanted) * rounding_noise
+
+
+def units_of_variance(energies: Array, sizes: Sequence[int]) -> Array:
+    """Returns for each array of a gradient the unit of the variance of its elements.
+
+    It is the mean square of the array's elements, as in Adam, which divides an element
+    by its root mean square over many steps. So arrays with small gradients count as
+    much as others, unless they are smaller by far.
+
+    Args:
+        energies: The squared norm of each array, float32 `[arrays]`.
+        sizes: The number of its elements.
+    """
+    of_all = jnp.sum(energies) / max(sum(sizes), 1)
+    counts = np.maximum(np.array(sizes, np.float32), 1)
+    return energies / counts + _LEAST_UNIT * of_all
+
+
+# Of the mean square of all elements, at least. Arrays whose gradients should be 0, such
+# as biases of keys in attention, hold rounding errors.
+_LEAST_UNIT = 1e-4
 
 
 def _noisy_values(
@@ -121,7 +152,9 @@ class _Costs:
     The signal of a cotangent is its energy, and that of a restored value its variance.
     """
 
-    def __init__(self, plan: ProgramPlan, signals: Signals) -> None:
+    def __init__(
+        self, plan: ProgramPlan, signals: Signals, *, by_element: bool
+    ) -> None:
         self.sums = WeightedSums()
         self._signals = signals
         self.cotangents = set(plan.program.cotangents).union(
@@ -130,13 +163,26 @@ class _Costs:
         # Costs of noise of size 1, and of noise as large as the signal: sums.
         self._of_unit: dict[int, int] = {}
         self._of_share: dict[int, int] = {}
+        # The energies and sizes of gradients whose elements have units of variance; and
+        # for each gradient, or term of one, its place in this list.
+        self.units: list[tuple[int, int]] = []
+        self._unit_of: dict[int, int] = {}
+        if by_element:
+            for value, gradient in _gradients(plan).items():
+                unit = signals.energy(gradient), signals.size(gradient)
+                if unit not in self.units:
+                    self.units.append(unit)
+                self._unit_of[value] = self.units.index(unit)
 
     def __contains__(self, value: int) -> bool:
         return value in self._of_unit or value in self._of_share
 
     def add_of_gradient(self, value: int) -> None:
-        """Adds the cost of a gradient's noise: itself."""
-        self._add(self._of_unit, value, ONE, _SAME)
+        """Adds the cost of a gradient's noise: itself, in its unit."""
+        unit = self._unit_of.get(value)
+        # Units lie behind all other numbers, the first one last.
+        weight = _SAME if unit is None else Weight(divisor=-1 - unit)
+        self._add(self._of_unit, value, ONE, weight)
 
     def add_of_unit(
         self, value: int, result: int, factor: float = 1.0, square: int = ONE
@@ -223,7 +269,7 @@ def _collect_costs(
     heard = _made_of_noise(plan, made, noisy)
     for eqn in reversed(plan.program.backward):
         if not eqn.rule.adds_or_moves:
-            for value in sorted(gradients.intersection(eqn.outputs)):
+            for value in sorted(gradients.keys() & set(eqn.outputs)):
                 costs.add_of_gradient(value)
         results = [v for v in eqn.outputs if v in costs]
         cotangents = [v for v in eqn.input_values if v in made]
@@ -302,12 +348,16 @@ def _made_of_noise(
     return found
 
 
-def _gradients(plan: ProgramPlan) -> set[int]:
-    """Returns the values that become gradients only by additions and moves."""
-    gradients = set(values_of(plan.program.gradients))
+def _gradients(plan: ProgramPlan) -> dict[int, int]:
+    """Returns the values that become gradients only by additions and moves, with these.
+
+    Of several gradients it is the first.
+    """
+    gradients = {v: v for v in values_of(plan.program.gradients)}
     for eqn in reversed(plan.program.backward):
         if eqn.rule.adds_or_moves and eqn.outputs[0] in gradients:
-            gradients.update(eqn.input_values)
+            for value in eqn.input_values:
+                gradients.setdefault(value, gradients[eqn.outputs[0]])
     return gradients
 
 
@@ -320,10 +370,14 @@ class Probe:
     """
 
     def __init__(
-        self, plan: ProgramPlan, rounding_noise: Mapping[int, jax.Array]
+        self,
+        plan: ProgramPlan,
+        rounding_noise: Mapping[int, jax.Array],
+        *,
+        by_element: bool,
     ) -> None:
         self._rounding_noise = rounding_noise
-        self._sensitivities = Sensitivities(plan, rounding_noise)
+        self._sensitivities = Sensitivities(plan, rounding_noise, by_element=by_element)
         self._wanted = dict.fromkeys(self._sensitivities.measured)
         # Per value, the samples of all of its chunks.
         self._samples: dict[int, Sequence[RowMeans]] = {}

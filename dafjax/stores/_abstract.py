@@ -60,6 +60,14 @@ class AbstractStore(abc.ABC):
             ValueError: The store already has another target.
         """
 
+    @property
+    def measures_by_element(self) -> bool:
+        """Whether sensitivities count elements in units of their array's mean square.
+
+        Otherwise they are variances of the whole gradient.
+        """
+        return False
+
     def measured_code(self, codec: AbstractCodec) -> Affine | None:
         """Returns a residual's affine code if its sensitivity must be measured.
 

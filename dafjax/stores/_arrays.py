@@ -11,7 +11,7 @@ from typing import final
 import jax
 import jax.numpy as jnp
 
-from dafjax._bits import LADDER, Target
+from dafjax._bits import LADDER, BatchNoise, Target
 from dafjax._contexts import BitsInForce, bits_in_force
 from dafjax._native import ledger_note, pool_hash
 from dafjax._numbers import Array, ArrayTree, Like
@@ -201,6 +201,10 @@ class Adaptive(AbstractStore):
     @property
     def takes_brief(self) -> bool:
         return self.store.takes_brief
+
+    @property
+    def measures_by_element(self) -> bool:
+        return isinstance(self.target, BatchNoise)
 
     def allocate_for(self, target: Target) -> "Adaptive":
         return dataclasses.replace(self, target=target)
