@@ -13,6 +13,7 @@ from dafjax.allocation import (
     BitsBySite,
     Demand,
     Measured,
+    added_variance,
     better_bits,
     first_bits,
     nbytes,
@@ -35,7 +36,11 @@ class BatchLedger:
 
     Attributes:
         hash: Hash of its name.
+        share: The noise that present bits add, over that of a batch, as expected when
+            measurements were last read; `None` before.
     """
+
+    share: float | None = None
 
     def __init__(self, program: str) -> None:
         name = f"{program}, batches"
@@ -157,8 +162,18 @@ class AdaptiveBits:
         for target, sites in self.targets:
             demands = {site: self.demands[site] for site in sites}
             now = {site: self.bits[site] for site in sites}
-            changed |= better_bits(target, demands, now, measured) or {}
+            found = better_bits(target, demands, now, measured) or {}
+            changed |= found
+            if isinstance(target, BatchNoise) and self.of_batches is not None:
+                variance = added_variance(demands, {**now, **found}, measured)
+                if variance is not None and measured.batch_variance > 0:
+                    share = math.sqrt(variance / measured.batch_variance)
+                    self.of_batches.share = share
         return self.replaced({**self.bits, **changed}) if changed else None
+
+    def forget(self) -> None:
+        """Drops the measurements of importances so far."""
+        self.ledger.take()
 
     def take_variances(self) -> dict[str, float]:
         """Returns the variance that each residual adds to the gradient, and resets it.

@@ -313,19 +313,18 @@ class NoiseCeiling:
 @final
 @dataclasses.dataclass(frozen=True)
 class BatchNoise:
-    """As few bits as keep the gradient's noise a small share of the batch's own noise.
+    """As few bits as keep the noise of rounding a small share of that of the batch.
 
-    A gradient of a batch is a sample of the gradient of all examples. It has a variance
-    that training copes with anyway; what rounding adds is a share of it. `dafjax.jit`
-    measures both: before some steps it computes exact gradients of two halves of the
-    batch, whose difference tells the variance. The variance of an element counts in
-    units of the mean square of its array's gradient, so that all arrays matter, as in
-    Adam. All residuals begin with 8 bits.
-    `remat_compress(bits="auto")` stands for `BatchNoise()`.
+    The gradient of a batch is a sample of the gradient of all examples: it has noise
+    that training copes with anyway. `dafjax.jit` measures that and what rounding adds:
+    before some steps it computes exact gradients of two halves of the batch, whose
+    difference tells the noise. The noise of an element counts in units of the root mean
+    square of its array's gradient, so that all arrays matter, as in Adam. All residuals
+    begin with 8 bits. `remat_compress(bits="auto")` stands for `BatchNoise()`.
 
     Attributes:
-        share: The most variance by rounding, over the variance of the batch's gradient;
-            above 0. With a tenth, the noise of a step grows by 5 %.
+        share: The most noise of rounding over that of the batch's gradient, as standard
+            deviations; above 0. With a tenth, all noise grows by half a percent.
         in_axes: For each positional argument, the axis that holds the examples, as in
             `dafjax.accumulate`. `None`: they are found as there.
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, final
 
 import jax
 
-from dafjax._adaptive import AdaptiveBits, as_planned
+from dafjax._adaptive import AdaptiveBits, BatchLedger, as_planned
 from dafjax._call import StaticArguments, positional_parameters, split
 from dafjax._contexts import (
     AS_PLANNED,
@@ -68,7 +68,8 @@ def jit(
     default, or `Host()`. (A `dafjax.stores.PagePool` changes bits by itself, and needs
     only `jax.jit`.) The program measures how much the rounding of each residual
     disturbs the gradient. Before calls 2, 8, 32, 128, ... the measurements since the
-    last time are read. The step is recompiled with other bits if these lower the
+    last time are read; with `"auto"` before calls 8, 16, 32, 64, ... those of the last
+    quarter of all calls. The step is recompiled with other bits if these lower the
     variance of the gradient by 10 %, or if a noise ceiling asks for it.
 
     - With a limit, the chosen bits come first. Other bits may take only as many bytes,
@@ -177,20 +178,32 @@ class _Program:
         with choosing(self.choice), putting_in_force(bits):
             yield
 
+    @property
+    def of_batches(self) -> BatchLedger | None:
+        """What measures the noise of batches, if a target needs it."""
+        return None if self.adaptive is None else self.adaptive.of_batches
+
+    def is_reading(self, call: int) -> bool:
+        """Returns whether measurements are read before a call."""
+        return is_reading(call, of_batches=self.of_batches is not None)
+
     def measures_batch(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for a call, which measures the noise of its batch or not.
 
         It does in the two calls, later four, before measurements are read.
         """
-        of_batches = None if self.adaptive is None else self.adaptive.of_batches
-        few = _BATCHES if self.num_calls > _BATCHES**2 else _BATCHES // 2
-        ahead = range(self.num_calls + 1, self.num_calls + 1 + few)
-        is_due = self.num_calls > _BATCHES and any(map(_is_reading, ahead))
-        if of_batches is None or not is_due:
-            self.num_noted += 1
-            return contextlib.nullcontext()
-        of_batches.count()
-        return measuring_batches(of_batches.hash)
+        ledger, call = self.of_batches, self.num_calls
+        if ledger is not None and self.adaptive is not None:
+            if call >= 6 and self.is_reading(4 * call // 3) and call % 3 == 0:
+                # Measurements of the last quarter of the calls count.
+                self.adaptive.forget()
+                self.num_noted = 0
+            few = _BATCHES if call > _BATCHES**2 else _BATCHES // 2
+            if any(map(self.is_reading, range(call + 1, call + 1 + few))):
+                ledger.count()
+                return measuring_batches(ledger.hash)
+        self.num_noted += 1
+        return contextlib.nullcontext()
 
     def wait(self) -> None:
         """Waits for the measurements of the last call."""
@@ -232,12 +245,12 @@ class Jit:
         with self._lock:
             program = self._program(args, kwargs)
             program.num_calls += 1
-            if _is_reading(program.num_calls):
+            if program.is_reading(program.num_calls):
                 self._adapt(program, args, kwargs)
             measures = program.measures_batch()
         with measures, program.in_force(), jax.disable_jit(False):
             results = self._jitted(*args, **kwargs)
-        if program.adaptive is not None and _is_reading(program.num_calls + 1):
+        if program.adaptive is not None and program.is_reading(program.num_calls + 1):
             arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
             program.last = min(arrays, key=lambda array: array.size, default=None)
         return results
@@ -295,6 +308,17 @@ class Jit:
     def nbytes(self) -> int:
         """Bytes of all residuals whose bits adapt, in the largest program."""
         return max((adaptive.nbytes for adaptive in self._adaptive), default=0)
+
+    @property
+    def noise_share(self) -> float | None:
+        """The noise of rounding over that of a batch, as standard deviations.
+
+        It is what present bits are expected to add, as measurements told when they were
+        last read; `None` before, or if no function has the target `BatchNoise`.
+        """
+        program = self._last
+        ledger = None if program is None else program.of_batches
+        return None if ledger is None else ledger.share
 
     @property
     def num_compiles(self) -> int:
@@ -418,13 +442,20 @@ def _kind_of(leaf: Any) -> Any:
     return kind, sharding
 
 
-def _is_reading(call: int) -> bool:
+def is_reading(call: int, *, of_batches: bool = False) -> bool:
     """Returns whether measurements are read before a call: 2, 8, 32, 128, ...
 
     The interval grows fourfold each time: importances change ever more slowly during
     training, and a mean over more of them is more accurate.
+
+    Args:
+        call: The number of the call.
+        of_batches: Whether the noise of batches is measured, too. Its share changes
+            faster: before calls 8, 16, 32, 64, ...
     """
-    return call >= 2 and call.bit_count() == 1 and call.bit_length() % 2 == 0
+    if call < 2 or call.bit_count() > 1:
+        return False
+    return call >= 8 if of_batches else call.bit_length() % 2 == 0
 
 
 # Calls that measure the noise of a batch before measurements are read, at most.

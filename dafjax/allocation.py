@@ -220,6 +220,9 @@ def _lowest(sites: Sequence[Site], budget: int) -> list[int]:
 
 # Other bits must be better by this fraction, because measurements vary between steps.
 HYSTERESIS = 0.1
+# For a share of the noise of batches: it changes faster, and other bits cost another
+# program.
+BATCH_HYSTERESIS = 0.25
 
 _ALL = LADDER[-1]
 
@@ -261,7 +264,7 @@ class Measured:
     def ceiling(self, target: NoiseCeiling | BatchNoise) -> float:
         """Returns the most variance that a target allows; 0 if it is unknown."""
         if isinstance(target, BatchNoise):
-            return target.share * self.batch_variance
+            return target.share**2 * self.batch_variance
         return target.relative * self.gradient_energy
 
 
@@ -315,8 +318,9 @@ def better_bits(
 
     With a budget, they must lower the expected variance of the gradient by
     `HYSTERESIS`. With a noise ceiling, they must meet it where the present bits do not,
-    or take less memory by `HYSTERESIS`. They aim below the ceiling by as much, so that
-    they still meet it when measurements vary.
+    or take less memory by `HYSTERESIS` (`BATCH_HYSTERESIS` for a share of the noise of
+    batches). They aim below the ceiling by as much, so that they still meet it when
+    measurements vary.
 
     Args:
         target: The target of the allocation.
@@ -333,15 +337,33 @@ def better_bits(
         ceiling = measured.ceiling(target)
         if ceiling <= 0:
             return None
-        after = allocate_to_variance(sites, ceiling / (1 + HYSTERESIS))
+        is_batch = isinstance(target, BatchNoise)
+        margin = 1 + (BATCH_HYSTERESIS if is_batch else HYSTERESIS)
+        after = allocate_to_variance(sites, ceiling / margin)
         meets = expected_variance(sites, before) <= ceiling
-        saves = num_bits(sites, before) > (1 + HYSTERESIS) * num_bits(sites, after)
+        saves = num_bits(sites, before) > margin * num_bits(sites, after)
         changes = list(after) != before and (saves or not meets)
     else:
         after = _allocate(sites, _budget(target, demands))
         least = expected_variance(sites, after)
         changes = expected_variance(sites, before) > (1 + HYSTERESIS) * least
     return _by_site(demands, after) if changes else None
+
+
+def added_variance(
+    demands: Demands, bits: Mapping[int, int], measured: Measured
+) -> float | None:
+    """Returns the variance that rounding adds, or None if nothing is measured.
+
+    Args:
+        demands: Size and limits of each residual.
+        bits: Its bits.
+        measured: The measurements.
+    """
+    importances = _filled_in(demands, measured.importances)
+    if importances is None:
+        return None
+    return sum(c * distortion(bits[site]) for site, c in importances.items())
 
 
 def _budget(target: AverageBits | Budget, demands: Demands) -> int:

@@ -169,6 +169,7 @@ def _watch_steps(steps: Sequence[Any]) -> Mapping[str, Any]:
     return {
         "pool_nbytes": max((step.nbytes for step in steps), default=0),
         "bits": {name: bits for step in steps for name, bits in step.bits.items()},
+        "noise_share": max((step.noise_share or 0 for step in steps), default=0),
     }
 
 

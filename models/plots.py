@@ -95,16 +95,24 @@ def plot_memory(results: Sequence[Record], path: pathlib.Path) -> None:
 
 
 def plot_bits(records: Sequence[Record], path: pathlib.Path) -> None:
-    """Draws the bits of each residual and the bytes of their pool, by step.
+    """Draws the bits of each residual and the bytes of all, by step.
+
+    If it was measured, also what rounding adds to the variance of a batch's gradient.
 
     Args:
-        records: Records of steps, with `bits` and `pool_nbytes`.
+        records: Records of steps, with `bits` and `pool_nbytes`, maybe `noise_share`.
         path: The PNG file to write.
     """
     names = sorted({name for record in records for name in record["bits"]})
     steps = [record["step"] for record in records]
-    figure = Figure(figsize=(10, 2.5 + 0.22 * len(names)), layout="constrained")
-    bits_axes, bytes_axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    shares = [100 * record.get("noise_share", 0) for record in records]
+    heights = (3, 1, 1) if any(shares) else (3, 1)
+    figure = Figure(
+        figsize=(10, len(heights) + 0.5 + 0.22 * len(names)), layout="constrained"
+    )
+    bits_axes, bytes_axes, *others = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights
+    )
     bits = [[record["bits"].get(name, 0) for record in records] for name in names]
     image = bits_axes.imshow(
         bits,
@@ -120,7 +128,13 @@ def plot_bits(records: Sequence[Record], path: pathlib.Path) -> None:
     figure.colorbar(image, ax=bits_axes, label="Bits")
     megabytes = [record["pool_nbytes"] / 1e6 for record in records]
     bytes_axes.plot(steps, megabytes, color="C0")
-    bytes_axes.set(xlabel="Step", ylabel="Pool (MB)", ylim=(0, 1.1 * max(megabytes)))
-    bytes_axes.spines[["top", "right"]].set_visible(False)
-    bytes_axes.grid(alpha=0.3)
+    bytes_axes.set(ylabel="Codes (MB)", ylim=(0, 1.1 * max(megabytes)))
+    for axes in others:
+        axes.plot(steps, shares, color="C1")
+        axes.set(ylabel="Noise (% of\nthe batch's)", ylim=(0, 1.1 * max(shares)))
+    lines = (bytes_axes, *others)
+    lines[-1].set_xlabel("Step")
+    for axes in lines:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

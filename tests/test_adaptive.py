@@ -160,7 +160,7 @@ class TestNumberOfCompiles:
         step = adaptive_gradient(loss, dafjax.AverageBits(2.5), most_compiles=most)
         weights = WEIGHTS
         for call in range(1, 140):
-            if _jit._is_reading(call):
+            if _jit.is_reading(call):
                 # From now on, measurements say the opposite.
                 weights = weights[::-1]
             step(*example, weights)
@@ -169,7 +169,7 @@ class TestNumberOfCompiles:
         assert len(traces) <= most + 1
 
     def test_it_is_read_eight_times_in_tens_of_thousands_of_calls(self):
-        readings = [n for n in range(40_000) if _jit._is_reading(n)]
+        readings = [n for n in range(40_000) if _jit.is_reading(n)]
         assert readings == [2, 8, 32, 128, 512, 2048, 8192, 32768]
 
     def test_other_bits_must_be_better_by_a_tenth(self):

@@ -358,7 +358,7 @@ def test_a_batch_beyond_the_data_is_an_error(tmp_path, console):
             "cannot be read: 'much'",
         ),
         (["--data", "cifar10"], "unpack it in `data`, or pass `--data-dir`"),
-        (["--data", "sst2"], "`--data` must be one of digits, cifar10"),
+        (["--data", "sst2"], "`--data` must be one of digits, fashion-mnist"),
         (["gpt2-small", "--width", "8"], "`--width` is for resnet, but got 8 with"),
         (["--lora", "8"], "`--lora` is for roberta and gpt2, but got 8 with resnet18"),
         (["--patience", "0"], "`--patience` must be at least 1, but got 0."),
