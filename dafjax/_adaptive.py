@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias, final
 
 from dafjax._bits import BatchNoise, Budget, Target
-from dafjax._contexts import BitsInForce
+from dafjax._contexts import BatchMeasurement, BitsInForce
 from dafjax._native import LEDGER_NOTE, make_ledger, pool_hash
 from dafjax._trace.tracing import ClosedJaxpr, count_live
 from dafjax.allocation import (
@@ -35,7 +35,7 @@ class BatchLedger:
     """What programs that measure the noise of batches report.
 
     Attributes:
-        hash: Hash of its name.
+        measurement: What makes programs report to it.
         share: The noise that present bits add, over that of a batch, as expected when
             measurements were last read; `None` before.
     """
@@ -44,19 +44,12 @@ class BatchLedger:
 
     def __init__(self, program: str) -> None:
         name = f"{program}, batches"
-        self.hash = pool_hash(name)
+        self.measurement = BatchMeasurement(pool_hash(name))
         self._ledger = make_ledger(name, [])
-        self._num_calls = 0
-
-    def count(self) -> None:
-        """Counts a call that measures."""
-        self._num_calls += 1
 
     def take(self) -> float:
-        """Returns the mean variance of a call since the last time, and resets it."""
-        total, self._num_calls = self._num_calls, 0
-        variance = self._ledger.take()["gradient_energy"]
-        return variance / total if total else 0.0
+        """Returns the sum of the variances since the last time, and resets it."""
+        return self._ledger.take()["gradient_energy"]
 
 
 @final
@@ -72,26 +65,37 @@ class AdaptiveBits:
         targets: The residuals of each target.
         bits: Present bits of each residual, by the same hash.
         in_force: The same bits, as traces read them.
+        first: The first bits, as traces read them: those of programs that measure the
+            noise of batches.
     """
 
     ledger: Any
-    of_batches: "BatchLedger | None"
+    of_batches: BatchLedger | None
     facts: Mapping[int, SiteFacts]
     demands: Mapping[int, Demand]
     targets: tuple[tuple[Target, tuple[int, ...]], ...]
     bits: BitsBySite
     in_force: BitsInForce
+    first: BitsInForce
 
     @classmethod
     def of(
-        cls, name: str, closed: ClosedJaxpr, planned: BitsInForce, *, keeps_bytes: bool
+        cls,
+        name: str,
+        closed: ClosedJaxpr,
+        planned: BitsInForce,
+        of_batches: BatchLedger | None,
+        *,
+        keeps_bytes: bool,
     ) -> "AdaptiveBits | None":
         """Returns the first bits of a program; `None` if no function has a target.
 
         Args:
             name: The name of its ledger.
-            closed: The program, traced with its planned bits.
+            closed: The program, traced with its planned bits. All residuals whose bits
+                adapt are measured in it.
             planned: The result of `as_planned`.
+            of_batches: What measures the noise of batches, if a target needs it.
             keeps_bytes: Whether the bytes of the planned bits are the budget, in place
                 of the user's targets.
         """
@@ -115,10 +119,13 @@ class AdaptiveBits:
             bits |= first
             targets.append((target, tuple(of_target)))
         ledger = make_ledger(name, list(facts))
-        needs_batches = any(isinstance(target, BatchNoise) for target, _ in targets)
-        of_batches = BatchLedger(name) if needs_batches else None
-        new = cls(ledger, of_batches, facts, demands, tuple(targets), bits, planned)
-        return new.replaced(bits) if new._differing(found) else new
+        new = cls(
+            ledger, of_batches, facts, demands, tuple(targets), bits, planned, planned
+        )
+        if not new._differing(found):
+            return new
+        new = new.replaced(bits)
+        return dataclasses.replace(new, first=new.in_force)
 
     @property
     def nbytes(self) -> int:
@@ -147,17 +154,11 @@ class AdaptiveBits:
                 "call in it."
             )
 
-    def better(self, num_calls: int) -> "AdaptiveBits | None":
-        """Returns bits that are worth another program, given the measurements.
-
-        Args:
-            num_calls: How many calls have measured importances since the last time.
-        """
+    def better(self) -> "AdaptiveBits | None":
+        """Returns bits that are worth another program, given the measurements."""
         taken = self.ledger.take()
         of_batch = 0.0 if self.of_batches is None else self.of_batches.take()
-        measured = Measured(
-            taken["importances"], taken["gradient_energy"], num_calls * of_batch
-        )
+        measured = Measured(taken["importances"], taken["gradient_energy"], of_batch)
         changed: BitsBySite = {}
         for target, sites in self.targets:
             demands = {site: self.demands[site] for site in sites}
@@ -170,10 +171,6 @@ class AdaptiveBits:
                     share = math.sqrt(variance / measured.batch_variance)
                     self.of_batches.share = share
         return self.replaced({**self.bits, **changed}) if changed else None
-
-    def forget(self) -> None:
-        """Drops the measurements of importances so far."""
-        self.ledger.take()
 
     def take_variances(self) -> dict[str, float]:
         """Returns the variance that each residual adds to the gradient, and resets it.
@@ -194,7 +191,12 @@ class AdaptiveBits:
             for site, uses in found.items()
             if any(fact.bits != self.bits.get(site) for fact, _ in uses)
         }
-        names.update(self.facts[s].name for s in self.bits.keys() - found.keys())
+        names.update(
+            self.facts[s].name
+            for s in self.bits.keys() - found.keys()
+            # Other programs measure these.
+            if not isinstance(self.facts[s].target, BatchNoise)
+        )
         return sorted(names)
 
 

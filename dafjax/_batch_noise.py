@@ -9,9 +9,9 @@ halves in the gradient `g = g1 + g2`. They are independent, so
 The part of a half is its own gradient for a loss that is a sum over the examples, and
 half of that for a mean. Values tell which of the two a loss is.
 
-All gradients are exact here. Only the norm of a difference is needed, so each array is
-reduced to a sketch as soon as it is computed: sums of its elements with random signs,
-whose norm is right on average (Charikar, Chen and Farach-Colton 2002).
+Gradients of the halves are exact. Only the norm of a difference is needed, so each
+array is reduced to a sketch as soon as it is computed: sums of its elements with random
+signs, whose norm is right on average (Charikar, Chen and Farach-Colton 2002).
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from dafjax._call import Arguments, folded, is_key, name_of_function
+from dafjax._contexts import BatchMeasurement, measuring_batches
 from dafjax._native import hold, ledger_note
 from dafjax._numbers import Array
 from dafjax._sensitivity.importance import units_of_variance
@@ -45,7 +46,7 @@ def measuring(
     """Calls a function whose backward pass also measures the noise of the batch.
 
     Args:
-        fun: The user's function, for errors.
+        fun: The wrapped function.
         exact: The same function, with exact gradients.
         arguments: The arguments of the call, with the axes that hold examples.
         ledger: Hash of the name of the ledger that the variance is added to.
@@ -58,9 +59,10 @@ def measuring(
             "examples or more, or say with `dafjax.BatchNoise(in_axes=...)` which axes "
             "hold the examples."
         )
-    of_arrays = arguments.apply(exact)
-    whole, consts, structure = trace(of_arrays, arguments.avals(arguments.size))
-    half, others, _ = _traced_half(fun, of_arrays, arguments.avals(size))
+    with measuring_batches(BatchMeasurement(ledger, has_begun=True)):
+        avals = arguments.avals(arguments.size)
+        whole, consts, structure = trace(arguments.apply(fun), avals)
+    half, others, _ = _traced_half(fun, arguments.apply(exact), arguments.avals(size))
     axes = [None] * len(consts) + list(arguments.axes)
     if len(others) != len(consts):
         raise _not_halved(fun, "it closes over another number of arrays")

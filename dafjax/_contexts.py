@@ -6,6 +6,7 @@ wrapped functions that a trace calls; and the active bit allocation.
 """
 
 import contextlib
+import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
@@ -230,11 +231,14 @@ class BitsInForce:
         ledger: Hash of the name of the ledger that backward passes report to.
         bits: Bits by the hash of the residual's name. A missing residual has its
             planned bits.
+        needs_batches: Whether a trace had residuals with the target `BatchNoise`, which
+            another program measures.
     """
 
     def __init__(self, ledger: int, bits: Mapping[int, int]) -> None:
         self.ledger = ledger
         self.bits = bits
+        self.needs_batches = False
 
 
 # For programs that are inspected and never run; this ledger does not exist.
@@ -257,21 +261,31 @@ def bits_in_force() -> BitsInForce | None:
     return _IN_FORCE.value
 
 
-@contextlib.contextmanager
-def measuring_batches(ledger: int) -> Iterator[None]:
-    """Makes functions with the target `BatchNoise` measure it within a `with` block.
+@final
+@dataclasses.dataclass(frozen=True)
+class BatchMeasurement:
+    """Makes functions with the target `BatchNoise` measure.
 
-    Args:
-        ledger: Hash of the name of the ledger that they report to.
+    Attributes:
+        ledger: Hash of the name of the ledger that the noise of the batch is added to.
+        has_begun: Whether the function that is traced measures already.
     """
-    with _BATCH_LEDGER(ledger):
+
+    ledger: int
+    has_begun: bool = False
+
+
+@contextlib.contextmanager
+def measuring_batches(measurement: BatchMeasurement | None) -> Iterator[None]:
+    """Makes functions with the target `BatchNoise` measure within a `with` block."""
+    with _BATCHES(measurement):
         yield
 
 
 # Unlike a `contextvars.ContextVar`, it is part of the keys of JAX's caches.
-_BATCH_LEDGER: Any = jax.make_user_context(None)
+_BATCHES: Any = jax.make_user_context(None)
 
 
-def batch_ledger() -> int | None:
-    """Returns the ledger that measures the noise of batches, if there is one."""
-    return _BATCH_LEDGER.value
+def batch_measurement() -> BatchMeasurement | None:
+    """Returns how the noise of batches is measured, if it is."""
+    return _BATCHES.value

@@ -63,23 +63,23 @@ def jit(
     differ, it names none.)
 
     Bits adapt to measurements where functions are wrapped with a target, as in
-    `remat_compress(bits="auto")`, `AverageBits`, `Budget` or `NoiseCeiling`, and with
-    a store whose bits are part of the compiled program: `dafjax.stores.Arrays()`, the
+    `remat_compress(bits="auto")`, `AverageBits`, `Budget` or `NoiseCeiling`, and with a
+    store whose bits are part of the compiled program: `dafjax.stores.Arrays()`, the
     default, or `Host()`. (A `dafjax.stores.PagePool` changes bits by itself, and needs
     only `jax.jit`.) The program measures how much the rounding of each residual
     disturbs the gradient. Before calls 2, 8, 32, 128, ... the measurements since the
-    last time are read; with `"auto"` before calls 8, 16, 32, 64, ... those of the last
-    quarter of all calls. The step is recompiled with other bits if these lower the
-    variance of the gradient by 10 %, or if a noise ceiling asks for it.
+    last time are read; with `"auto"` before calls 8, 16, 32, 64, ... The step is
+    recompiled with other bits if these lower the variance of the gradient by 10 %, or
+    if a noise ceiling asks for it.
 
     - With a limit, the chosen bits come first. Other bits may take only as many bytes,
       and the recompiled program must fit. Segments that are computed again have fixed
       bits.
     - Without a limit, options stay as they are, and bits follow the targets. The first
       program has the same bits for all residuals, as many as the target allows; for a
-      share of noise it has the most. For `"auto"`, a few calls also compute exact
-      gradients of halves of the batch, in another program. Functions wrapped with equal
-      targets share one.
+      share of noise it has the most. With `"auto"` only the two or four calls before
+      that measure; they also compute exact gradients of halves of the batch. Functions
+      wrapped with equal targets share one.
       Residuals that enter gradients through an exponential have 8 bits, as always, and
       these count in the target. If less than 1 bit is left for the others, the call
       raises a `ValueError`. Other nonlinear uses have at least 2 bits, as far as the
@@ -157,7 +157,6 @@ class _Program:
         report: The choice and its reasons, if there is a limit.
         adaptive: The bits that adapt, if some do.
         num_calls: How often it was called.
-        num_noted: How many calls have noted importances since they were last read.
         num_compiles: How many programs with other bits there were.
         last: A small result of the last call before measurements are read.
     """
@@ -167,15 +166,27 @@ class _Program:
     report: JitReport | None = None
     adaptive: AdaptiveBits | None = None
     num_calls: int = 0
-    num_noted: int = 0
     num_compiles: int = 1
     last: jax.Array | None = None
 
     @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Gives its options and bits to functions within a `with` block."""
-        bits = self.planned if self.adaptive is None else self.adaptive.in_force
-        with choosing(self.choice), putting_in_force(bits):
+    def in_force(self, *, is_call: bool = False) -> Iterator[None]:
+        """Gives its options and bits to functions within a `with` block.
+
+        Args:
+            is_call: Whether the step is called. Some calls measure the noise of their
+                batches; they have the first bits, so that this is one program.
+        """
+        adaptive, of_batches, measurement = self.adaptive, self.of_batches, None
+        bits = self.planned if adaptive is None else adaptive.in_force
+        measures = is_call and self._measures_batch()
+        if adaptive is not None and of_batches is not None and measures:
+            bits, measurement = adaptive.first, of_batches.measurement
+        with (
+            choosing(self.choice),
+            putting_in_force(bits),
+            measuring_batches(measurement),
+        ):
             yield
 
     @property
@@ -187,23 +198,11 @@ class _Program:
         """Returns whether measurements are read before a call."""
         return is_reading(call, of_batches=self.of_batches is not None)
 
-    def measures_batch(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for a call, which measures the noise of its batch or not.
-
-        It does in the two calls, later four, before measurements are read.
-        """
-        ledger, call = self.of_batches, self.num_calls
-        if ledger is not None and self.adaptive is not None:
-            if call >= 6 and self.is_reading(4 * call // 3) and call % 3 == 0:
-                # Measurements of the last quarter of the calls count.
-                self.adaptive.forget()
-                self.num_noted = 0
-            few = _BATCHES if call > _BATCHES**2 else _BATCHES // 2
-            if any(map(self.is_reading, range(call + 1, call + 1 + few))):
-                ledger.count()
-                return measuring_batches(ledger.hash)
-        self.num_noted += 1
-        return contextlib.nullcontext()
+    def _measures_batch(self) -> bool:
+        """Returns whether this call measures: two before each reading, later four."""
+        few = _BATCHES if self.num_calls > _BATCHES**2 else _BATCHES // 2
+        ahead = range(self.num_calls + 1, self.num_calls + 1 + few)
+        return any(map(self.is_reading, ahead))
 
     def wait(self) -> None:
         """Waits for the measurements of the last call."""
@@ -247,8 +246,7 @@ class Jit:
             program.num_calls += 1
             if program.is_reading(program.num_calls):
                 self._adapt(program, args, kwargs)
-            measures = program.measures_batch()
-        with measures, program.in_force(), jax.disable_jit(False):
+        with program.in_force(is_call=True), jax.disable_jit(False):
             results = self._jitted(*args, **kwargs)
         if program.adaptive is not None and program.is_reading(program.num_calls + 1):
             arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
@@ -371,9 +369,17 @@ class Jit:
                 program.choice, program.report = search.run()
         with program.in_force():
             closed = self._jitted.trace(*args, **kwargs).jaxpr
+        of_batches = None
+        if program.planned.needs_batches:
+            of_batches = BatchLedger(name)
+            with (
+                putting_in_force(program.planned),
+                measuring_batches(of_batches.measurement),
+            ):
+                closed = self._jitted.trace(*args, **kwargs).jaxpr
         is_limited = self._limit is not None
         program.adaptive = AdaptiveBits.of(
-            name, closed, program.planned, keeps_bytes=is_limited
+            name, closed, program.planned, of_batches, keeps_bytes=is_limited
         )
         self._check(program, args, kwargs)
         return program
@@ -383,8 +389,7 @@ class Jit:
         if program.adaptive is None:
             return
         program.wait()
-        better = program.adaptive.better(program.num_noted)
-        program.num_noted = 0
+        better = program.adaptive.better()
         if better is None or program.num_compiles >= self._most_compiles:
             return
         other = dataclasses.replace(program, adaptive=better)

@@ -39,7 +39,7 @@ from dafjax._call import (
 from dafjax._contexts import (
     Choice,
     Mode,
-    batch_ledger,
+    batch_measurement,
     current_choice,
     current_stand_in,
     current_wraps,
@@ -268,13 +268,14 @@ def _wrap(
         if stand_in is not None:
             return stand_in(_of_leaves(fun, call.static, structure, leaves), leaves)
         outer = outer_mode()
-        ledger = batch_ledger()
-        target = options.batch_noise
-        if ledger is not None and outer is None and target is not None:
+        measurement, target = batch_measurement(), options.batch_noise
+        if measurement is not None and measurement.has_begun:
+            measurement = None
+        if measurement is not None and outer is None and target is not None:
             arguments = find_examples(
                 fun, args, kwargs, target.in_axes, option="BatchNoise"
             )
-            return measuring(fun, exactly(), arguments, ledger)
+            return measuring(wrapped, exactly(), arguments, measurement.ledger)
         wraps = current_wraps()
         chosen = _chosen(fun, options, current_choice(), is_outermost=outer is None)
         opens = wraps is not None and wraps.opens

@@ -12,7 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from dafjax._bits import LADDER, BatchNoise, Target
-from dafjax._contexts import BitsInForce, bits_in_force
+from dafjax._contexts import (
+    BitsInForce,
+    batch_measurement,
+    bits_in_force,
+    current_choice,
+)
 from dafjax._native import ledger_note, pool_hash
 from dafjax._numbers import Array, ArrayTree, Like
 from dafjax.codecs import AbstractCodec, Affine, PackedAffine
@@ -215,12 +220,15 @@ class Adaptive(AbstractStore):
         codec = self.store.codec(wanted, site=site, reads=reads, num_parts=num_parts)
         if not isinstance(codec, Affine) or codec.bits not in LADDER:
             return codec
-        allocated = self._in_force().bits.get(site_number(site, self.target))
-        return AdaptiveAffine(
-            codec if allocated is None else dataclasses.replace(codec, bits=allocated),
-            site=site,
-            asked=codec.bits,
-        )
+        in_force = self._in_force()
+        allocated = in_force.bits.get(site_number(site, self.target))
+        affine = codec
+        if allocated is not None:
+            affine = dataclasses.replace(codec, bits=allocated)
+        if isinstance(self.target, BatchNoise) and not _measures():
+            in_force.needs_batches = True
+            return affine
+        return AdaptiveAffine(affine, site=site, asked=codec.bits)
 
     def measured_code(self, codec: AbstractCodec) -> Affine | None:
         return codec.affine if isinstance(codec, AdaptiveAffine) else None
@@ -267,6 +275,15 @@ class Adaptive(AbstractStore):
                 "`store=dafjax.stores.PagePool()`, or give `bits` as a number."
             )
         return bits
+
+
+def _measures() -> bool:
+    """Returns whether a program measures residuals with the target `BatchNoise`.
+
+    Few calls do, in a program of their own. Within a limit of memory, bits follow
+    measurements of each call.
+    """
+    return batch_measurement() is not None or current_choice() is not None
 
 
 def site_number(name: str, target: Target) -> int:
