@@ -19,6 +19,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
 from dafjax._native import summing_rows, tie
+from dafjax._trace.coming import name_of, params_of
 from dafjax._trace.rules import READ_AS_PRIMITIVES, Error, OpRule, rule_of
 
 
@@ -89,7 +90,7 @@ class Equation:
     @property
     def jax_primitive(self) -> str:
         """The primitive's name as JAX has it, also of calls and special cases."""
-        return self.jaxpr.eqns[0].primitive.name
+        return name_of(self.jaxpr.eqns[0])
 
     @functools.cached_property
     def rule(self) -> OpRule:
@@ -125,7 +126,7 @@ class Equation:
     @property
     def params(self) -> Mapping[str, Any]:
         """The primitive's parameters."""
-        return self.jaxpr.eqns[0].params
+        return params_of(self.jaxpr.eqns[0])
 
     @property
     def written(self) -> jex_core.JaxprEqn | None:

@@ -22,6 +22,7 @@ from jax._src.interpreters.partial_eval import Offloadable, RecomputeType, Savea
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive
 
+from dafjax._trace.coming import name_of, params_of
 from dafjax._trace.equation import (
     Atom,
     Constant,
@@ -271,8 +272,8 @@ class _Builder:
 
     def _inlined_body(self, eqn: jex_core.JaxprEqn) -> ClosedJaxpr | None:
         """Returns the body to splice in place of a call, or `None` if it is no call."""
-        name = eqn.primitive.name
-        body = eqn.params.get((CALLS | RULED_CALLS).get(name, ""))
+        name = name_of(eqn)
+        body = params_of(eqn).get((CALLS | RULED_CALLS).get(name, ""))
         if body is None or function_of_jax(eqn) is not None:
             return None
         body = with_constants(body)

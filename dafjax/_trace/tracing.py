@@ -12,6 +12,7 @@ from jax._src.core import jaxprs_in_params, trace_ctx, trace_state_clean
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
+from dafjax._trace.coming import as_before
 from dafjax._trace.equation import place_of
 
 
@@ -29,7 +30,7 @@ def trace(
         the values closed over; the structure of the result.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*leaves)
-    jaxpr = closed.jaxpr
+    jaxpr = as_before(closed.jaxpr)
     hoisted = jaxpr.replace(
         constvars=[],
         invars=[*jaxpr.constvars, *jaxpr.invars],
