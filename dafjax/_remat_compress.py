@@ -251,14 +251,9 @@ def _wrap(
         seed=seed,
     )
 
-    def exactly() -> Callable[..., Any]:
-        return _wrap(
-            fun,
-            choose(options, Mode.EXACT, options.bits)[0],
-            static=static,
-            activation_argnums=activation_argnums,
-            seed=seed,
-        )
+    wrap_again = functools.partial(
+        _wrap, fun, static=static, activation_argnums=activation_argnums, seed=seed
+    )
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -275,7 +270,9 @@ def _wrap(
             arguments = find_examples(
                 fun, args, kwargs, target.in_axes, option="BatchNoise"
             )
-            return measuring(wrapped, exactly(), arguments, measurement.ledger)
+            exact, _ = choose(options, Mode.EXACT, options.bits)
+            functions = wrap_again(options), wrap_again(exact)
+            return measuring(*functions, arguments, measurement.ledger)
         wraps = current_wraps()
         chosen = _chosen(fun, options, current_choice(), is_outermost=outer is None)
         opens = wraps is not None and wraps.opens

@@ -225,6 +225,17 @@ def test_measuring_takes_no_more_memory_than_recomputation(params):
         assert gradient_nbytes(AUTO(mean_loss), many, x) < 0.5 * plain
 
 
+def test_a_limit_of_memory_comes_first(params):
+    """Then all calls measure, and bits take no more bytes than those chosen."""
+    many, x = [params[0]] * 12, batch(0, 4096)
+    step = dafjax.jit(jax.grad(AUTO(mean_loss)), memory="8MiB")
+    for _ in range(9):
+        step(many, x)
+    assert step.report().memory.total_nbytes <= 8 * 2**20
+    assert step.bits
+    assert step.noise_share is None
+
+
 def test_modules_of_flax_are_measured():
     module = nn.Dense(WIDTH)
     x = batch(0)

@@ -539,8 +539,8 @@ def test_with_the_coming_remat_and_custom_vjp_of_jax():
     lines = dict(line.split(":") for line in printed.splitlines())
     found = {name: tuple(map(float, line.split())) for name, line in lines.items()}
     # What JAX does not support with these settings, whatever is wrapped: 0.9 does not
-    # know the new remat, 0.10 has no rule for `vmap` of `checkpoint_name`.
-    unsupported = {(0, 9): {"in jax.checkpoint"}, (0, 10): {"in vmap"}}
+    # know the new remat.
+    unsupported = {(0, 9): {"in jax.checkpoint"}}
     failed = {name for name, figures in found.items() if not figures}
     assert failed == unsupported.get(JAX_VERSION, set())
     for name in found.keys() - failed:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from dafjax._trace.coming import equation_as_before, name_of, params_of
 from dafjax._trace.equation import Atom, scan_arity, with_constants
 from dafjax._trace.graph import CALLS, RULED_CALLS
 from dafjax._trace.residuals import Program
@@ -236,7 +237,9 @@ class _Reader:
 
     def _read(self, eqn: Any, operands: tuple[int, ...]) -> Sequence[int]:
         """Adds the operations that XLA makes of an equation; returns its results."""
-        name, params = eqn.primitive.name, eqn.params
+        if eqn.primitive.name == "call_hi_primitive":
+            eqn = equation_as_before(eqn)
+        name, params = name_of(eqn), params_of(eqn)
         rule = rule_of(name)
         body = params.get(_INLINED.get(name, ""))
         if body is not None:

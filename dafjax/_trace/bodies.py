@@ -15,8 +15,8 @@ from typing import Any, TypeAlias, final
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
+from dafjax._trace.coming import with_name
 from dafjax._trace.equation import (
     Atom,
     Constant,
@@ -298,7 +298,7 @@ def _names_of_results(equation: Equation) -> list[tuple[str, ...]]:
 
 def _named(values: Sequence[Any], names: Sequence[tuple[str, ...]]) -> list[Any]:
     return [
-        functools.reduce(checkpoint_name, names_of_value, value)
+        functools.reduce(with_name, names_of_value, value)
         for value, names_of_value in zip(values, names, strict=True)
     ]
 

@@ -18,10 +18,15 @@ def as_before(jaxpr: jex_core.Jaxpr) -> jex_core.Jaxpr:
 
     It is the same object where nothing changes.
     """
-    equations = [_equation_as_before(eqn) for eqn in jaxpr.eqns]
+    equations = [equation_as_before(eqn) for eqn in jaxpr.eqns]
     if all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True)):
         return jaxpr
     return jaxpr.replace(eqns=equations)
+
+
+def with_name(x: Any, name: str) -> Any:
+    """Returns an array with a name, as `checkpoint_name` made it before."""
+    return name_p.bind(x, name=name)
 
 
 def name_of(eqn: jex_core.JaxprEqn) -> str:
@@ -40,7 +45,8 @@ def _has_rule(eqn: jex_core.JaxprEqn) -> bool:
     return type(eqn.params.get("_prim")).__name__ == "CustomVJPTraced"
 
 
-def _equation_as_before(eqn: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
+def equation_as_before(eqn: jex_core.JaxprEqn) -> jex_core.JaxprEqn:
+    """Returns an equation, and programs in it, with primitives as they were before."""
     new: Any = eqn.params.get("_prim")
     match type(new).__name__:
         case "CheckpointName":

@@ -19,10 +19,9 @@ import numpy as np
 from jax._src.ad_checkpoint import name_p
 from jax._src.core import DropVar
 from jax._src.interpreters.partial_eval import Offloadable, RecomputeType, SaveableType
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive
 
-from dafjax._trace.coming import name_of, params_of
+from dafjax._trace.coming import name_of, params_of, with_name
 from dafjax._trace.equation import (
     Atom,
     Constant,
@@ -175,7 +174,7 @@ def mark_as_wrapped(results: Sequence[Any]) -> list[Any]:
     marked = list(results)
     arrays = (n for n, result in enumerate(results) if is_array(jax.typeof(result)))
     for first in itertools.islice(arrays, 1):
-        marked[first] = checkpoint_name(results[first], _WRAPPED)
+        marked[first] = with_name(results[first], _WRAPPED)
     return marked
 
 
