@@ -35,8 +35,8 @@ class BatchLedger:
     """What programs that measure the noise of batches report.
 
     Attributes:
-        measurement: What makes programs report to it.
-        share: The noise that present bits add, over that of a batch, as expected when
+        measurement: The setting with which programs report to it.
+        share: The noise of the present bits over the noise of a batch, as expected when
             measurements were last read; `None` before.
     """
 
@@ -65,8 +65,8 @@ class AdaptiveBits:
         targets: The residuals of each target.
         bits: Present bits of each residual, by the same hash.
         in_force: The same bits, as traces read them.
-        first: The first bits, as traces read them: those of programs that measure the
-            noise of batches.
+        first: The first bits, as traces read them. Programs that measure the noise of
+            batches have them.
     """
 
     ledger: Any

@@ -1,8 +1,8 @@
 """Measures the noise of a batch: the variance of its gradient as a sample.
 
-A batch of examples is drawn at random, so its gradient differs from that of all
-examples. Halves of the batch tell by how much. Let `g1` and `g2` be the parts of the
-halves in the gradient `g = g1 + g2`. They are independent, so
+A batch of examples is drawn at random, so its gradient is a noisy sample of the
+gradient of all examples. Two halves of the batch tell how noisy it is. Let `g1` and
+`g2` be the parts of the halves in the gradient `g = g1 + g2`. They are independent, so
 
     variance of g = E |g - E[g]|^2 = E |g1 - g2|^2.
 
@@ -246,7 +246,7 @@ def _half_of(cotangent: Any, shape: Sequence[int], number: Array) -> Any:
 
 
 def _share(whole: Array, total: Array) -> Array:
-    """Returns 1 if a result is the sum of those of the halves, 1/2 if it is the mean.
+    """Returns 1 if a result is the sum of two halves, 1/2 if it is the mean.
 
     If the halves draw other numbers, neither is exact, and the mean is more likely.
     """
@@ -256,7 +256,7 @@ def _share(whole: Array, total: Array) -> Array:
 
 
 def _every_other(x: Array, axis: int, number: Array, size: int) -> Array:
-    """Returns the rows `number`, `number + 2`, ... of which there are `size`."""
+    """Returns `size` rows: `number`, `number + 2` and so on."""
     even = lax.slice_in_dim(x, 0, 2 * size, axis=axis)
     shape = [*x.shape[:axis], size, 2, *x.shape[axis + 1 :]]
     return lax.dynamic_index_in_dim(
@@ -265,7 +265,7 @@ def _every_other(x: Array, axis: int, number: Array, size: int) -> Array:
 
 
 def _sketch(x: Array) -> Array:
-    """Returns numbers whose squared norm is that of an array, on average."""
+    """Returns a few numbers, which have an array's squared norm on average."""
     parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
     flat = jnp.concatenate([part.astype(jnp.float32).ravel() for part in parts])
     count = min(_SKETCH, max(flat.size, 1))

@@ -313,18 +313,20 @@ class NoiseCeiling:
 @final
 @dataclasses.dataclass(frozen=True)
 class BatchNoise:
-    """As few bits as keep the noise of rounding a small share of that of the batch.
+    """As few bits as keep the noise of rounding small beside the noise of the batch.
 
     The gradient of a batch is a sample of the gradient of all examples: it has noise
     that training copes with anyway. `dafjax.jit` measures that and what rounding adds:
     before some steps it computes exact gradients of two halves of the batch, whose
     difference tells the noise. The noise of an element counts in units of the root mean
     square of its array's gradient, so that all arrays matter, as in Adam. All residuals
-    begin with 8 bits. `remat_compress(bits="auto")` stands for `BatchNoise()`.
+    begin with 8 bits; where that is too much, name a limit, `dafjax.jit(memory=...)`.
+    `remat_compress(bits="auto")` stands for `BatchNoise()`.
 
     Attributes:
-        share: The most noise of rounding over that of the batch's gradient, as standard
-            deviations; above 0. With a tenth, all noise grows by half a percent.
+        share: The most noise that rounding may add to the batch's gradient, over the
+            noise that it has, as standard deviations; above 0. With a tenth, the noise
+            grows by half a percent.
         in_axes: For each positional argument, the axis that holds the examples, as in
             `dafjax.accumulate`. `None`: they are found as there.
 
