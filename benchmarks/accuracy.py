@@ -6,9 +6,9 @@ dropout. The control rounds to nearest, which is biased: that it falls behind sh
 the comparison can see a bias. *uniform* keeps whatever the backward pass reads in the
 same bits, as hooks for saved tensors do; *fixed* has the same bits for all residuals of
 the planner, *adaptive* as many on average, allocated as it trains; *auto* has as many
-as keep noise a tenth of that of the batch. Losses tell them apart where accuracies are
-too coarse: of the test split, and of the batches of each epoch. The bound is that of a
-one-sided test, of 95 %, by Student's distribution. Adapters are of weights that are
+as keep noise a tenth of the batch's. Losses tell them apart where accuracies are
+too coarse: of the test split, and of the batches of each epoch. Bounds are one-sided,
+95 %, by Student's distribution. Adapters are of weights that are
 trained once, with compression.
 
 Examples:
@@ -229,7 +229,7 @@ def _pair(runs: Sequence[dict[str, Record]], figure: str, a: str, b: str) -> Rec
     count = len(differences)
     spread = statistics.stdev(differences) if count > 1 else float("nan")
     error, mean = spread / count**0.5, statistics.fmean(differences)
-    share = statistics.fmean(run[b][figure] for run in runs)
+    reference = statistics.fmean(run[b][figure] for run in runs)
     return {
         "figure": figure,
         "a": a,
@@ -238,7 +238,7 @@ def _pair(runs: Sequence[dict[str, Record]], figure: str, a: str, b: str) -> Rec
         "mean": mean,
         "standard_error": error,
         "bounds": [mean + sign * _quantile(count) * error for sign in (-1, 1)],
-        "relative": mean / share if share else float("nan"),
+        "relative": mean / reference if reference else float("nan"),
     }
 
 

@@ -29,7 +29,13 @@ from dafjax._contexts import BatchMeasurement, measuring_batches
 from dafjax._native import hold, ledger_note
 from dafjax._numbers import Array
 from dafjax._sensitivity.importance import units_of_variance
-from dafjax._trace.residuals import is_differentiable
+from dafjax._trace.residuals import (
+    instantiate,
+    is_differentiable,
+    is_perturbed,
+    primal_of,
+    vjp_of_perturbed,
+)
 from dafjax._trace.tracing import ClosedJaxpr, as_function, trace
 
 
@@ -67,7 +73,7 @@ def measuring(
     if len(others) != len(consts):
         raise _not_halved(fun, "it closes over another number of arrays")
     halves = _Halves(half, tuple(axes), size)
-    run = _with_measurement(as_function(whole), halves, ledger)
+    run = _with_measurement(whole, halves, ledger)
     return jax.tree.unflatten(structure, run(*consts, *arguments.arrays))
 
 
@@ -109,7 +115,7 @@ class _Halves:
         gradients: Mapping[int, Array],
         values: Sequence[Any],
         results: Sequence[Array],
-        cotangents: Sequence[Any],
+        cotangents: Mapping[int, Any],
     ) -> Array:
         """Returns the variance of a gradient of the whole batch, float32.
 
@@ -119,7 +125,7 @@ class _Halves:
             gradients: The gradient by argument. None of them holds examples.
             values: All arguments.
             results: The results for the whole batch.
-            cotangents: Their cotangents.
+            cotangents: The cotangents of those that have one, by result.
         """
         function = as_function(self.program)
         shapes = [aval.shape for aval in self.program.out_avals]
@@ -127,25 +133,24 @@ class _Halves:
         # Results of all examples together, such as a loss, whose gradient is asked for.
         summed = [
             n
-            for n, (x, cotangent) in enumerate(zip(results, cotangents, strict=True))
-            if x.shape == shapes[n]
-            and is_differentiable(x)
-            and not isinstance(cotangent, SymbolicZero)
+            for n, cotangent in cotangents.items()
+            if results[n].shape == shapes[n] and not isinstance(cotangent, SymbolicZero)
         ]
 
         def values_of(number: Array) -> list[Array]:
             found = function(*self._inputs(values, number))
             return [found[n] for n in summed]
 
-        parts = list(map(_filled, cotangents))
+        parts = {n: instantiate(x) for n, x in cotangents.items()}
         for n, (first, second) in zip(summed, lax.map(values_of, numbers), strict=True):
             parts[n] *= _share(results[n], first + second)
 
         def gradient_of(number: Array) -> list[Array]:
             given = self._inputs(values, number)
-            _, pull = _pullback(function, given, list(gradients))
-            pairs = zip(parts, shapes, strict=True)
-            found = pull([_half_of(x, shape, number) for x, shape in pairs])
+            wanted = [n in gradients for n in range(len(given))]
+            has_part = [n in parts for n in range(len(shapes))]
+            _, pull = vjp_of_perturbed(function, given, wanted, has_part)
+            found = pull([_half_of(x, shapes[n], number) for n, x in parts.items()])
             return list(map(_sketch, found))
 
         sketches = lax.map(gradient_of, numbers)
@@ -163,7 +168,7 @@ class _Halves:
 
 
 def _with_measurement(
-    whole: Callable[..., list[Any]], halves: _Halves, ledger: int
+    whole: ClosedJaxpr, halves: _Halves, ledger: int
 ) -> Callable[..., list[Any]]:
     """Returns a function of arrays, with a backward pass that measures.
 
@@ -172,25 +177,26 @@ def _with_measurement(
         halves: The function for halves of it.
         ledger: As in `measuring`.
     """
+    run = as_function(whole)
+    differentiable = list(map(is_differentiable, whole.out_avals))
 
     @jax.custom_vjp
     def function(*inputs: Array) -> list[Any]:
-        return whole(*inputs)
+        return run(*inputs)
 
     def forward(*inputs: Any) -> tuple[list[Any], Any]:
-        values = [jnp.asarray(x.value) for x in inputs]
-        moving = [
-            number
-            for number, x in enumerate(inputs)
-            if x.perturbed and is_differentiable(values[number])
-        ]
-        results, pull = _pullback(whole, values, moving)
+        values = list(map(primal_of, inputs))
+        perturbed = list(map(is_perturbed, inputs))
+        results, pull = vjp_of_perturbed(run, values, perturbed, differentiable)
         # The keys of a dictionary are not traced.
-        return results, (pull, dict.fromkeys(moving), values, results)
+        moving = dict.fromkeys(n for n, moves in enumerate(perturbed) if moves)
+        return results, (pull, moving, values, results)
 
-    def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    def backward(saved: Any, all_cotangents: Sequence[Any]) -> tuple[Any, ...]:
         pull, moving, values, results = saved
-        gradients = pull(list(map(_filled, cotangents)))
+        pairs = enumerate(all_cotangents)
+        cotangents = {n: x for n, x in pairs if differentiable[n]}
+        gradients = pull(list(map(instantiate, cotangents.values())))
         gradients = dict(zip(moving, gradients, strict=True))
         shared = {n: x for n, x in gradients.items() if halves.axes[n] is None}
         if shared:
@@ -202,26 +208,6 @@ def _with_measurement(
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function
-
-
-def _pullback(
-    function: Callable[..., list[Any]], values: Sequence[Any], moving: Sequence[int]
-) -> tuple[list[Any], Callable[..., Any]]:
-    """Returns the results, and the pullback to some of the arguments."""
-
-    def of_moving(*starts: Any) -> list[Any]:
-        given = dict(zip(moving, starts, strict=True))
-        return function(*(given.get(n, x) for n, x in enumerate(values)))
-
-    return jax.vjp(of_moving, *(values[number] for number in moving))
-
-
-def _filled(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    like: Any = cotangent
-    zeros = np.zeros if like.dtype == jax.dtypes.float0 else jnp.zeros
-    return zeros(like.shape, like.dtype)
 
 
 def _half(x: Any, axis: int | None, number: Array, size: int) -> Any:
@@ -236,8 +222,6 @@ def _half(x: Any, axis: int | None, number: Array, size: int) -> Any:
 
 def _half_of(cotangent: Any, shape: Sequence[int], number: Array) -> Any:
     """Returns the cotangent of a result for a half, where the result has that shape."""
-    if cotangent.dtype == jax.dtypes.float0:
-        return np.zeros(shape, jax.dtypes.float0)
     lengths = zip(cotangent.shape, shape, strict=True)
     axis = next((n for n, (whole, part) in enumerate(lengths) if whole != part), None)
     if axis is None:

@@ -15,7 +15,6 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax import config
 from dafjax._contexts import Mode
@@ -50,7 +49,10 @@ from dafjax._trace.residuals import (
     Program,
     differentiate,
     fingerprint_of_function,
+    instantiate,
     is_differentiable,
+    is_perturbed,
+    primal_of,
     trace_like,
 )
 from dafjax._trace.tracing import ClosedJaxpr, as_function, nbytes_of
@@ -382,7 +384,7 @@ class _Part:
 
     def seed_of(self, seed: Any, perturbed: Sequence[Any]) -> jax.Array:
         """Returns the seed of the noise of one step, given the perturbed arguments."""
-        seed = jnp.asarray(_primal(seed))
+        seed = jnp.asarray(primal_of(seed))
         # A body gets the seed of the function that wraps it.
         return seed if self.iterations is not None else tie(freshen(seed, perturbed))[0]
 
@@ -401,14 +403,14 @@ def _with_rule(part: _Part) -> Callable[..., list[Any]]:
     @jax.disable_jit(False)
     def forward(seed: Any, *arguments: Any) -> tuple[list[Any], Any]:
         pairs = zip(part.always_perturbed, arguments, strict=True)
-        perturbed = tuple(always or _is_perturbed(x) for always, x in pairs)
+        perturbed = tuple(always or is_perturbed(x) for always, x in pairs)
         recorder = current_recorder()
         # A body belongs to the function that wraps it, so it keeps its rule.
         absorbed = part.iterations is None and _ABSORBED.get()
         rule = find_rule(perturbed, recorded=recorder is not None, absorbed=absorbed)
         if recorder is not None:
             recorder.rules.append(rule)
-        operands = [_primal(argument) for argument in arguments]
+        operands = [primal_of(argument) for argument in arguments]
         seed = part.seed_of(seed, list(itertools.compress(operands, perturbed)))
         if len(rule.perturbed) > len(perturbed):
             operands.insert(0, seed)
@@ -419,7 +421,7 @@ def _with_rule(part: _Part) -> Callable[..., list[Any]]:
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         carried, residuals = residuals
         wanted = itertools.compress(cotangents, part.differentiable)
-        found = carried.rule.backward(residuals, [_instantiate(c) for c in wanted])
+        found = carried.rule.backward(residuals, [instantiate(c) for c in wanted])
         gradients = iter(found)
         return None, *(next(gradients) if p else None for p in carried.perturbed)
 
@@ -500,21 +502,3 @@ class _Carried:
 
     rule: Rule
     perturbed: tuple[bool, ...]
-
-
-def _is_perturbed(argument: Any) -> bool:
-    if isinstance(argument, CustomVJPPrimal):
-        return argument.perturbed and is_differentiable(jax.typeof(argument.value))
-    # Some transformations of JAX pass the bare value without that information.
-    return is_differentiable(jax.typeof(argument))
-
-
-def _primal(argument: Any) -> Any:
-    return argument.value if isinstance(argument, CustomVJPPrimal) else argument
-
-
-def _instantiate(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
-    return jnp.zeros(aval.shape, aval.dtype)

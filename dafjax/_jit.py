@@ -200,7 +200,8 @@ class _Program:
 
     def _measures_batch(self) -> bool:
         """Returns whether this call measures: two before each reading, later four."""
-        few = _BATCHES if self.num_calls > _BATCHES**2 else _BATCHES // 2
+        most = _MEASURING_CALLS
+        few = most if self.num_calls > most**2 else most // 2
         ahead = range(self.num_calls + 1, self.num_calls + 1 + few)
         return any(map(self.is_reading, ahead))
 
@@ -463,7 +464,7 @@ def is_reading(call: int, *, of_batches: bool = False) -> bool:
     return call >= 8 if of_batches else call.bit_length() % 2 == 0
 
 
-# Calls that measure the noise of a batch before measurements are read, at most.
-_BATCHES = 4
+# Calls that measure the noise of a batch before measurements are read, at most. Guess.
+_MEASURING_CALLS = 4
 
 _NUMBERS = itertools.count()

@@ -151,7 +151,7 @@ class TrainConfig:
         bits: Bits per element that the compressing methods keep: 1, 2, 3, 4 or 8; or
             auto: given out where the gradient suffers most. With arrays this happens a
             few times in a run, which compiles the step anew: within --budget, or as
-            many as keep noise a tenth of that of the batch. With --store pool it
+            many as keep noise a tenth of the batch's. With --store pool it
             happens before each step, within --budget, or 2 on average.
         store: Where codes wait: in arrays of the compiled step, or in a page pool.
         budget: The most memory that the page pool takes, or with --bits auto that codes

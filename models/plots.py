@@ -97,7 +97,7 @@ def plot_memory(results: Sequence[Record], path: pathlib.Path) -> None:
 def plot_bits(records: Sequence[Record], path: pathlib.Path) -> None:
     """Draws the bits of each residual and the bytes of all, by step.
 
-    If it was measured, also what rounding adds to the variance of a batch's gradient.
+    If it was measured, also the noise of rounding over the noise of the batch.
 
     Args:
         records: Records of steps, with `bits` and `pool_nbytes`, maybe `noise_share`.

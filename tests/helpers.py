@@ -26,6 +26,10 @@ from dafjax.policies import AbstractPolicy, CompressExpensive
 from dafjax.stores import Arrays
 
 
+# Major and minor version.
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
 def prepared(
     closed: ClosedJaxpr,
     perturbed: Sequence[bool],

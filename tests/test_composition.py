@@ -25,6 +25,7 @@ from tests.compositions import (
     loss,
 )
 from tests.helpers import (
+    JAX_VERSION,
     persistent_cache,
     relative_error,
     run_python,
@@ -34,7 +35,6 @@ from tests.helpers import (
 
 
 EAGER_POLICY = CompressExpensive(min_nbytes=0)
-JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
 def compressed(f, *, bits=8, **options):

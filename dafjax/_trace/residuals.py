@@ -13,6 +13,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from dafjax import config
 from dafjax._trace.equation import Atom, Constant, Equation, renumber, values_of
@@ -166,6 +167,27 @@ def _is_plain(param: Any) -> bool:
 def is_differentiable(aval: Any) -> bool:
     """Returns whether values of a type have cotangents; tokens have none."""
     return is_array(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def is_perturbed(argument: Any) -> bool:
+    """Returns whether the forward rule of a `custom_vjp` must serve an argument."""
+    if isinstance(argument, CustomVJPPrimal):
+        return argument.perturbed and is_differentiable(jax.typeof(argument.value))
+    # Some transformations of JAX pass the bare value without that information.
+    return is_differentiable(jax.typeof(argument))
+
+
+def primal_of(argument: Any) -> Any:
+    """Returns the value of an argument of the forward rule of a `custom_vjp`."""
+    return argument.value if isinstance(argument, CustomVJPPrimal) else argument
+
+
+def instantiate(cotangent: Any) -> Any:
+    """Returns a cotangent as an array, also if it is zero."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def differentiate(closed: ClosedJaxpr, perturbed: Sequence[bool]) -> Program:
